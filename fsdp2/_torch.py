@@ -1,0 +1,169 @@
+"""Every private or version-dependent PyTorch symbol, and the public types we derive from.
+
+Each entry says why it is needed and which releases have it. Nothing of PyTorch's own
+FSDP engine runs: what comes from ``torch.distributed.fsdp`` are the types that other
+libraries test with ``isinstance``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+)
+
+# The module is private; the two classes are what a DTensor is built from without the
+# 50 microseconds of `DTensor.from_local`. Since 2.5.
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+# Container types that users registered with PyTorch's pytrees. Since 2.0.
+from torch.utils import _pytree
+
+try:  # public, since 2.12
+    from torch.distributed.fsdp import DataParallelMeshDims
+except ImportError:  # 2.11 has no such argument; annotations still name it
+    DataParallelMeshDims = Any  # type: ignore[assignment,misc]
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "DTensor",
+    "DTensorSpec",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+]
+
+_NO_TASK = -1
+
+
+def dtensor_spec(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
+) -> DTensorSpec:
+    """The description of a contiguous DTensor of ``shape``."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(torch.Size(shape), stride, dtype))
+
+
+def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """Wrap a local shard without communication. The constructor is internal; since 2.5."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg,misc]
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """The attribute is private; since 2.0."""
+    return tensor._spec
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The shard inside a DTensor, itself and not the autograd view of ``to_local``. Since 2.0."""
+    return cast(Tensor, tensor._local_tensor)  # type: ignore[attr-defined]
+
+
+def set_local(tensor: DTensor, local: Tensor) -> None:
+    """Make ``local`` the shard of an existing DTensor, which keeps its identity. Since 2.0."""
+    tensor._local_tensor = local
+
+
+def in_backward() -> bool:
+    """Whether the autograd engine is running this thread's code. Since 1.13."""
+    return torch._C._current_graph_task_id() != _NO_TASK
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """What a view is a view of. Since 0.4."""
+    return tensor._base
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Run ``callback`` when the current backward ends. Private, though DDP has used it since 1.0."""
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    engine.queue_callback(callback)
+
+
+def post_accumulate_hooks(param: Tensor) -> Sequence[Callable[[Tensor], None]]:
+    """The user's `register_post_accumulate_grad_hook` hooks; no public way to read them. Since 2.1."""
+    hooks = param._post_accumulate_grad_hooks
+    return tuple(hooks.values()) if hooks else ()
+
+
+def chunk_cat(tensors: Sequence[Tensor], num_chunks: int, out: Tensor) -> None:
+    """Fill ``out`` of shape ``(num_chunks, n)`` with chunk r of every tensor in row r. Since 2.3.
+
+    Rows that are missing in the last chunks are zero. Casts where the dtypes differ.
+    """
+    torch._chunk_cat(list(tensors), dim=0, num_chunks=num_chunks, out=out)
+
+
+def is_registered_container(value: object) -> bool:
+    """Whether PyTorch's pytrees open this type. The table is private; since 2.0."""
+    return type(value) in _pytree.SUPPORTED_NODES
+
+
+def flatten(value: object) -> tuple[list[Any], Any]:
+    """Private module, public behaviour: the leaves of a nested value and what rebuilds it."""
+    return _pytree.tree_flatten(value)
+
+
+def unflatten(leaves: list[Any], structure: Any) -> Any:
+    return _pytree.tree_unflatten(leaves, structure)
+
+
+# `DTensor.data_ptr` and friends aside, these are public but were renamed in 2.12: the old
+# names warn from 2.13 on, the new ones are missing in 2.11.
+def all_gather_into(group: dist.ProcessGroup, out: Tensor, own: Tensor) -> dist.Work:
+    call = getattr(group, "all_gather_single", None) or group._allgather_base
+    return cast(dist.Work, call(out, own))
+
+
+def all_gather_grouped(
+    group: dist.ProcessGroup, outs: Sequence[Tensor], owns: Sequence[Tensor]
+) -> dist.Work:
+    """One call for several gathers, which NCCL launches as one kernel."""
+    call = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    return cast(dist.Work, call(outs, owns))
+
+
+def reduce_scatter_grouped(
+    group: dist.ProcessGroup, outs: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> dist.Work:
+    """One call for several sums."""
+    call = (
+        getattr(group, "reduce_scatter_single_coalesced", None)
+        or group.reduce_scatter_tensor_coalesced
+    )
+    return cast(dist.Work, call(outs, inputs))
+
+
+def reduce_scatter_into(group: dist.ProcessGroup, out: Tensor, source: Tensor) -> dist.Work:
+    call = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    return cast(dist.Work, call(out, source))
+
+
+def all_to_all_into(group: dist.ProcessGroup, out: Tensor, source: Tensor) -> dist.Work:
+    call = getattr(group, "all_to_all_single", None) or group.alltoall_base
+    return cast(dist.Work, call(out, source, [], []))
+
+
+def uses_flat_weights(module: nn.Module) -> bool:
+    """RNNs read a private list of their weights instead of the attributes. Since 1.0."""
+    return isinstance(module, nn.RNNBase)
+
+
+def set_flat_weight(module: nn.Module, name: str, value: Tensor) -> None:
+    names = cast(list[str], module._flat_weights_names)
+    if name in names:
+        cast(list[Tensor], module._flat_weights)[names.index(name)] = value

@@ -1,0 +1,10 @@
+"""The exceptions that users of fsdp2 can meet, beyond Python's own."""
+
+from __future__ import annotations
+
+
+class UsageError(AssertionError, ValueError):
+    """A mistake in a call. PyTorch's own FSDP2 raises ``AssertionError`` for these.
+
+    It is a ``ValueError`` too, so that code written for either catches it.
+    """

@@ -1,0 +1,290 @@
+"""The hook points on modules and on autograd's graph, each one call into the schedule."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp2 import _torch
+from fsdp2.nested import map_tensors, tensors_in
+from fsdp2.param_group import GroupState, ParamGroup
+from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.schedule import DEFAULT_LIMIT, Phase, Schedule
+from fsdp2.streams import Streams, streams_of
+from fsdp2.tracing import Trace
+
+Args = tuple[tuple[Any, ...], dict[str, Any]]
+
+_STATE = "_fsdp2_state"
+
+
+class State:
+    """What one ``fully_shard`` call left behind, one per call; ``fully_shard.state(module)``."""
+
+    def __init__(self, modules: list[nn.Module], group: ParamGroup, follows_root: bool) -> None:
+        self.modules = modules
+        self.group = group
+        self.follows_root = follows_root
+        """``reshard_after_forward=None``: kept after forward if this turns out to be the root."""
+        self.schedule: Schedule | None = None
+        self.is_root = False
+        self.forward_prefetch: list[ParamGroup] | None = None
+        self.backward_prefetch: list[ParamGroup] | None = None
+        self._not_called = set(modules)
+        self._outer_exception: BaseException | None = None
+        self._early_streams: Streams | None = None
+        """For gathers by hand before the first forward, when there is no schedule."""
+        self._limit = DEFAULT_LIMIT
+        self._trace: Trace | None = None
+        self._is_last_backward = True
+        for module in modules:
+            module.__dict__[_STATE] = self
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy:
+        return self.group.policy
+
+    # Forward
+
+    def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Args:
+        schedule = self.schedule or start_root(self)
+        if self.is_root:
+            schedule.begin_forward(f"{type(module).__name__} (root)")
+            self._outer_exception = sys.exc_info()[1]
+        args, kwargs = self._cast_inputs(args, kwargs)
+        schedule.enter_forward(self.group, self.forward_prefetch)
+        if torch.is_grad_enabled() and self.group.params:
+            args, kwargs = self._hook_inputs(args, kwargs)
+        return args, kwargs
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Args:
+        """The root moves its inputs to the device; a policy casts floating-point ones."""
+        dtype = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        device = self.group.mesh.device if self.is_root else None
+        if dtype is None and (device is None or device.type == "cpu"):
+            return args, kwargs
+
+        def move(tensor: Tensor) -> Tensor:
+            wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+            return tensor.to(device=device or tensor.device, dtype=wanted)
+
+        return map_tensors(move, args), map_tensors(move, kwargs)
+
+    def _hook_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Args:
+        """Learn when backward has left this call.
+
+        Each input that needs a gradient is passed on as an alias. Autograd runs what is
+        newest first, and everything that this call puts into the graph is newer than the
+        aliases: when the gradient of one is asked for, the call's own backward is over.
+        """
+        schedule = self.schedule
+        assert schedule is not None
+        if schedule.phase is not Phase.BACKWARD:
+            self.group.step.open_calls += 1
+        passed_in = -1
+
+        def passed(gradient: Tensor) -> None:
+            nonlocal passed_in
+            if passed_in != schedule.backwards:  # a graph may be walked more than once
+                passed_in = schedule.backwards
+                schedule.passed(self.group)
+
+        def alias(tensor: Tensor) -> Tensor:
+            if not tensor.requires_grad:
+                return tensor
+            tensor = tensor.view_as(tensor)
+            tensor.register_hook(passed)
+            return tensor
+
+        if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
+            return (alias(args[0]),), kwargs
+        return map_tensors(alias, args), map_tensors(alias, kwargs) if kwargs else kwargs
+
+    def post_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> Any:
+        """Also called, with ``output=None``, where forward raised: memory is freed all the same."""
+        schedule = self.schedule
+        if schedule is None:
+            return output
+        needs_backward = torch.is_grad_enabled() and self._hook_outputs(output, args, kwargs)
+        self._not_called.discard(module)
+        is_last_call = not self._not_called
+        if is_last_call:
+            self._not_called = set(self.modules)
+        schedule.leave_forward(self.group, needs_backward, is_last_call)
+        if self.is_root:
+            failed = output is None and sys.exc_info()[1] is not self._outer_exception
+            schedule.end_forward(failed)
+            self._outer_exception = None
+        dtype = self.policy.output_dtype
+        if dtype is None:
+            return output
+        return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
+
+    def _hook_outputs(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Gather when the gradient of an output arrives. True if one can."""
+        tensors = (output,) if isinstance(output, Tensor) else tensors_in(output)
+        found = False
+        for tensor in tensors:
+            if tensor.requires_grad:
+                found = True
+                tensor.register_hook(self.pre_backward)
+                base = _torch.base_of(tensor)
+                if base is not None and base.grad_fn is not None:
+                    self._hook_base(base, args, kwargs)
+        return found
+
+    def _hook_base(self, base: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An in-place change of an output that is a view drops the view's hook, not its base's.
+
+        A base from outside is older than the module's own graph: there it would fire too late.
+        """
+        for outer in tensors_in((args, kwargs)):
+            if base is outer or base is _torch.base_of(outer):
+                return
+        base.register_hook(self.pre_backward)
+
+    # Backward
+
+    def pre_backward(self, gradient: Tensor) -> None:
+        assert self.schedule is not None
+        self.schedule.enter_backward(self.group, self.backward_prefetch)
+
+    # By hand
+
+    def unshard(self) -> None:
+        group = self.group
+        if group.state is GroupState.SHARDED:
+            if self.schedule is not None:
+                self.schedule.start_gather(group, "by hand")
+            else:
+                _refuse_meta([self])
+                self._early_streams = streams_of(group.mesh.device)
+                group.start_gather(self._early_streams)
+
+    def wait_for_unshard(self) -> None:
+        if self.group.state is GroupState.ARRIVING:
+            if self.schedule is not None:
+                self.schedule.make_full(self.group)
+            elif self._early_streams is not None:
+                self.group.finish_gather(self._early_streams)
+
+    def reshard(self) -> None:
+        if self.schedule is not None:
+            self.schedule.free(self.group)
+        else:
+            self.group.free()
+
+    @property
+    def limit(self) -> int:
+        return self._limit if self.schedule is None else self.schedule.limit
+
+    def set_limit(self, limit: int) -> None:
+        self._limit = limit
+        if self.schedule is not None:
+            self.schedule.limit = limit
+
+    def set_trace(self, trace: Trace | None) -> None:
+        self._trace = trace
+        if self.schedule is not None:
+            self.schedule.trace = trace
+
+    def set_is_last_backward(self, is_last: bool) -> None:
+        self._is_last_backward = is_last
+        if self.schedule is not None:
+            self.schedule.is_last_backward = is_last
+
+    def join(self, schedule: Schedule, is_root: bool) -> None:
+        """Take part in a root's steps. What was set before the first forward is the root's say."""
+        self.schedule = schedule
+        self.is_root = is_root
+        if is_root:
+            schedule.limit = self._limit
+            schedule.trace = self._trace
+            schedule.is_last_backward = self._is_last_backward
+
+    def reset(self) -> None:
+        """Forget which modules of a list were called before an exception."""
+        self._not_called = set(self.modules)
+
+
+def state_of(module: nn.Module) -> State | None:
+    """What ``fully_shard`` left on this module itself."""
+    return module.__dict__.get(_STATE)
+
+
+def states_below(module: nn.Module) -> list[State]:
+    """The states of ``module`` and everything below it, outermost first, each once."""
+    found: dict[State, None] = {}
+    for child in module.modules():
+        state = state_of(child)
+        if state is not None:
+            found.setdefault(state)
+    return list(found)
+
+
+def start_root(state: State) -> Schedule:
+    """First forward: the module that is called is the root of all below it."""
+    states: dict[State, None] = {}
+    for module in state.modules:
+        states |= dict.fromkeys(states_below(module))
+    members = list(states)
+    _refuse_meta(members)
+    _name_groups(state.modules[0], members)
+    schedule = Schedule([member.group for member in members], streams_of(state.group.mesh.device))
+    for member in members:
+        previous = member.schedule
+        if previous is not None and previous.phase is not Phase.IDLE:
+            raise RuntimeError(
+                f"'{member.group.name}' was called by itself and is still in "
+                f"{previous.phase.value}; finish its step before calling the module around it"
+            )
+        member.join(schedule, is_root=member is state)
+    if state.follows_root:
+        state.group.switches.reshard_after_forward = False
+    return schedule
+
+
+def _name_groups(root: nn.Module, members: list[State]) -> None:
+    names = {id(module): name for name, module in root.named_modules()}
+    for member in members:
+        group = member.group
+        group.name = ", ".join(names.get(id(m)) or "root" for m in group.modules)
+        for param in group.params:
+            module, attribute, _ = param.places[0]
+            prefix = names.get(id(module))
+            param.name = f"{prefix}.{attribute}" if prefix else attribute
+
+
+def _refuse_meta(members: list[State]) -> None:
+    on_meta = [
+        param.name for m in members for param in m.group.params if param.shard.device.type == "meta"
+    ]
+    if on_meta:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, "
+            f"but the following were still on meta device: {on_meta}\n"
+            "Call model.to_empty(device=...) and then reset or load every parameter"
+        )
+
+
+def forward_method(state: State, method: Callable[..., Any]) -> Callable[..., Any]:
+    """``method`` of an FSDP module, with what happens around its forward."""
+
+    def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = state.pre_forward(module, args, kwargs)
+        output = None
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            output = state.post_forward(module, args, kwargs, output)
+        return output
+
+    return wrapped

@@ -1,0 +1,271 @@
+"""Where each parameter of a group lies in the group's buffers: arithmetic only.
+
+A parameter of ``rows`` rows is dealt to N ranks in chunks of ``ceil(rows / N)``
+rows, as ``torch.chunk`` and DTensor's ``Shard(0)`` do. Padding therefore sits
+only behind the last real row, and the padded chunks of all ranks, one behind the
+other, start with the parameter itself.
+
+Offsets and sizes are counted in elements unless their name says ``nbytes``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+
+ALIGNMENT = 16
+"""Bytes. Below this NCCL leaves its fast path and vector loads split."""
+
+
+class Path(Enum):
+    """How one parameter travels in a gather or a reduction."""
+
+    DIRECT = "direct"
+    """Read and written where it lives."""
+    PACKED = "packed"
+    """Copied into and out of a staging block that it shares with others."""
+    REPLICATED = "replicated"
+    """Kept whole on every rank; its gradient rides in the packed block."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of one parameter are dealt to the ranks of a shard mesh."""
+
+    shape: tuple[int, ...]
+    world_size: int
+
+    @property
+    def is_scalar(self) -> bool:
+        return not self.shape
+
+    @property
+    def count(self) -> int:
+        return 1 if self.is_scalar else self.shape[0]
+
+    @property
+    def row_numel(self) -> int:
+        return prod(self.shape[1:])
+
+    @property
+    def per_rank(self) -> int:
+        """Padded rows of every rank."""
+        return self.count if self.is_scalar else -(-self.count // self.world_size)
+
+    @property
+    def chunk_numel(self) -> int:
+        """Padded elements of every rank."""
+        return self.per_rank * self.row_numel
+
+    @property
+    def numel(self) -> int:
+        return self.count * self.row_numel
+
+    @property
+    def divides(self) -> bool:
+        return self.is_scalar or self.count % self.world_size == 0
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """First row of ``rank`` and the row behind its last one; equal where it has none."""
+        if self.is_scalar:
+            return 0, 1
+        start = min(rank * self.per_rank, self.count)
+        return start, min(start + self.per_rank, self.count)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        if self.is_scalar:
+            return ()
+        start, stop = self.bounds(rank)
+        return (stop - start, *self.shape[1:])
+
+    def local_numel(self, rank: int) -> int:
+        start, stop = self.bounds(rank)
+        return (stop - start) * self.row_numel
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What the layout has to know of a parameter. Dtypes are opaque keys."""
+
+    shape: tuple[int, ...]
+    storage: Hashable
+    storage_itemsize: int
+    compute: Hashable
+    compute_itemsize: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one parameter, as offsets from the start of its section."""
+
+    index: int
+    rows: Rows
+    path: Path
+    shard_offset: int
+    full_offset: int
+
+
+@dataclass(frozen=True)
+class Section:
+    """The parameters of a group that share a storage dtype and a compute dtype.
+
+    In the shard buffer it holds first the direct slots, then the packed ones without
+    gaps (so that one copy moves them all), then the replicated ones. In the full buffer
+    the same order is followed by the staging block of shape ``(world_size, packed_numel)``.
+    """
+
+    storage: Hashable
+    compute: Hashable
+    slots: tuple[Slot, ...]
+    shard_start_nbytes: int
+    shard_numel: int
+    full_start_nbytes: int
+    full_numel: int
+    packed_start: int
+    packed_numel: int
+    staging_offset: int
+
+    def by_path(self, path: Path) -> list[Slot]:
+        return [slot for slot in self.slots if slot.path is path]
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """The shard buffer and the full buffer of one group."""
+
+    world_size: int
+    sections: tuple[Section, ...]
+    shard_nbytes: int
+    full_nbytes: int
+
+    @property
+    def slots(self) -> list[Slot]:
+        """In the order of the group's parameters."""
+        return sorted((s for section in self.sections for s in section.slots), key=lambda s: s.index)
+
+
+@dataclass(frozen=True)
+class GradientColumn:
+    """The gradient of one parameter inside a gradient section, of this rank."""
+
+    slot: Slot
+    path: Path
+    offset: int
+
+
+@dataclass(frozen=True)
+class GradientSection:
+    """The gradient buffer of one section: direct chunks, then one packed row.
+
+    The packed row ends in one flag per parameter, which counts the ranks that had a gradient.
+    """
+
+    section: Section
+    columns: tuple[GradientColumn, ...]
+    packed_offset: int
+    packed_numel: int
+    numel: int
+
+    @property
+    def flags_offset(self) -> int:
+        return self.numel - len(self.columns)
+
+    def by_path(self, *paths: Path) -> list[GradientColumn]:
+        return [column for column in self.columns if column.path in paths]
+
+
+def align(offset: int, itemsize: int) -> int:
+    """The next offset, in elements of ``itemsize`` bytes, whose address is aligned."""
+    step = max(1, ALIGNMENT // itemsize)
+    return -(-offset // step) * step
+
+
+def plan_group(
+    specs: Sequence[ParamSpec], world_size: int, path_of: Callable[[ParamSpec], Path]
+) -> GroupLayout:
+    """Lay out one group: a section per pair of dtypes, in order of first appearance."""
+    kinds: dict[tuple[Hashable, Hashable], list[int]] = {}
+    for index, spec in enumerate(specs):
+        kinds.setdefault((spec.storage, spec.compute), []).append(index)
+    sections: list[Section] = []
+    shard_nbytes = full_nbytes = 0
+    for members in kinds.values():
+        section = _plan_section(specs, members, world_size, path_of, shard_nbytes, full_nbytes)
+        sections.append(section)
+        spec = specs[members[0]]
+        shard_nbytes = align(shard_nbytes + section.shard_numel * spec.storage_itemsize, 1)
+        full_nbytes = align(full_nbytes + section.full_numel * spec.compute_itemsize, 1)
+    return GroupLayout(world_size, tuple(sections), shard_nbytes, full_nbytes)
+
+
+def _plan_section(
+    specs: Sequence[ParamSpec],
+    members: Iterable[int],
+    world_size: int,
+    path_of: Callable[[ParamSpec], Path],
+    shard_start_nbytes: int,
+    full_start_nbytes: int,
+) -> Section:
+    paths = {i: path_of(specs[i]) if specs[i].shape else Path.REPLICATED for i in members}
+    ordered = sorted(paths, key=lambda i: (list(Path).index(paths[i]), i))
+    first = specs[ordered[0]]
+    slots: list[Slot] = []
+    shard_at = full_at = 0
+    packed_start = packed_numel = 0
+    for i in ordered:
+        rows = Rows(specs[i].shape, world_size)
+        opens_block = paths[i] is not Path.DIRECT and (not slots or slots[-1].path is not paths[i])
+        if paths[i] is Path.DIRECT or opens_block:
+            shard_at = align(shard_at, first.storage_itemsize)
+        if paths[i] is Path.PACKED:
+            packed_start = shard_at if opens_block else packed_start
+            packed_numel += rows.chunk_numel
+        full_at = align(full_at, first.compute_itemsize)
+        slots.append(Slot(i, rows, paths[i], shard_at, full_at))
+        shard_at += rows.chunk_numel
+        full_at += rows.chunk_numel * (1 if rows.is_scalar else world_size)
+    staging_offset = align(full_at, first.compute_itemsize)
+    return Section(
+        storage=first.storage,
+        compute=first.compute,
+        slots=tuple(slots),
+        shard_start_nbytes=shard_start_nbytes,
+        shard_numel=shard_at,
+        full_start_nbytes=full_start_nbytes,
+        full_numel=staging_offset + world_size * packed_numel,
+        packed_start=packed_start,
+        packed_numel=packed_numel,
+        staging_offset=staging_offset,
+    )
+
+
+def plan_gradients(
+    section: Section,
+    trainable: Iterable[int],
+    path_of: Callable[[Slot], Path],
+    itemsize: int,
+) -> GradientSection:
+    """Lay out the gradient buffer of the ``trainable`` parameters of one section.
+
+    ``itemsize`` is that of the reduce dtype, in bytes; ``path_of`` may turn a direct
+    slot into a packed one, never the reverse.
+    """
+    wanted = set(trainable)
+    slots = [slot for slot in section.slots if slot.index in wanted]
+    paths = [path_of(slot) if slot.path is Path.DIRECT else slot.path for slot in slots]
+    columns: list[GradientColumn] = []
+    at = 0
+    for slot, path in zip(slots, paths):
+        if path is Path.DIRECT:
+            at = align(at, itemsize)
+            columns.append(GradientColumn(slot, path, at))
+            at += slot.rows.chunk_numel
+    packed_offset = at = align(at, itemsize)
+    for slot, path in zip(slots, paths):
+        if path is not Path.DIRECT:
+            columns.append(GradientColumn(slot, path, at))
+            at += slot.rows.chunk_numel
+    numel = at + len(columns)
+    return GradientSection(section, tuple(columns), packed_offset, numel - packed_offset, numel)

@@ -1,0 +1,352 @@
+"""One training step: what is gathered, freed and reduced when.
+
+::
+
+    pre-forward(k)    wait for gather(k); issue gather(k+1) from the recorded order
+    post-forward(k)   free k unless it is kept
+    pre-backward(k)   wait for gather(k); issue gather(k-1)
+    gradients(k)      the last gradient of k has been accumulated: issue reduce(k)
+    passed(k)         backward has left the modules of k: free k
+    end of backward   reduce what is left; wait for all; the shards have their gradients
+
+Every decision is a function of what all ranks see alike: the order of modules, policies
+and limits. The order of the last iteration predicts this one; a wrong prediction costs
+time and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+from fsdp2 import _torch
+from fsdp2.param_group import GroupState, ParamGroup, Step
+from fsdp2.reduction import Reduction
+from fsdp2.streams import Streams
+from fsdp2.tracing import Trace
+
+DEFAULT_LIMIT = 2
+"""One group computing, one arriving."""
+
+
+class Phase(Enum):
+    """What the root is doing."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    FAILED = "failed"
+    """The root's forward raised; only ``reset`` leads out."""
+
+
+class Order:
+    """The order in which groups are used in one direction: recorded, and predicted from it."""
+
+    def __init__(self) -> None:
+        self._recorded: list[ParamGroup] = []
+        self._current: list[ParamGroup] = []
+        self._next = 0
+        self._matches = False
+
+    def begin(self, prediction: list[ParamGroup] | None = None) -> None:
+        """Start a pass. Without a ``prediction`` the last pass is it."""
+        self._recorded = self._current if prediction is None else prediction
+        self._current = []
+        self._next = 0
+        self._matches = bool(self._recorded)
+
+    def advance(self, group: ParamGroup) -> None:
+        """``group`` is used now. A pass that leaves the prediction is not predicted further."""
+        self._current.append(group)
+        if self._matches:
+            at = self._next
+            self._matches = at < len(self._recorded) and self._recorded[at] is group
+            self._next = at + 1
+
+    def upcoming(self) -> Iterator[ParamGroup]:
+        if self._matches:
+            for at in range(self._next, len(self._recorded)):
+                yield self._recorded[at]
+
+    @property
+    def is_predicted(self) -> bool:
+        return self._matches
+
+    @property
+    def used(self) -> list[ParamGroup]:
+        return self._current
+
+
+class Schedule:
+    """The state that all groups under one root share."""
+
+    def __init__(self, groups: list[ParamGroup], streams: Streams) -> None:
+        self.groups = groups
+        self.streams = streams
+        self.limit = DEFAULT_LIMIT
+        self.phase = Phase.IDLE
+        self.is_last_backward = True
+        self.backwards = 0
+        """How many backwards have begun."""
+        self.trace: Trace | None = None
+        self.forward_order = Order()
+        self.backward_order = Order()
+        self._in_flight: list[ParamGroup] = []
+        """Groups that are freed behind use, oldest gather first; kept ones do not count."""
+        self._reductions: list[tuple[ParamGroup, Reduction]] = []
+        self._recomputed: ParamGroup | None = None
+        """The last group that activation checkpointing ran again, not freed yet."""
+        self._left: list[ParamGroup] = []
+        """In the order in which forward left them; reversed it predicts the first backward."""
+        self._is_checking_order = True
+        for channel, group in enumerate(groups):
+            group.channel = channel
+            group.on_gradients_complete = self.gradients_complete
+
+    # Gather and free
+
+    def _note(self, event: str, group: ParamGroup, detail: str = "") -> None:
+        if self.trace is not None:
+            self.trace.add(event, group.name, detail)
+
+    def start_gather(self, group: ParamGroup, reason: str = "") -> None:
+        if group.switches.reshard_after_forward or self.phase is Phase.BACKWARD:
+            self._in_flight.append(group)
+        self._note("gather", group, reason)
+        group.start_gather(self.streams)
+
+    def make_full(self, group: ParamGroup) -> None:
+        """Return with the full parameters readable by what is computed next."""
+        if group.state is GroupState.SHARDED:
+            self.start_gather(group, "on demand")
+        if group.state is GroupState.ARRIVING:
+            trace = self.trace
+            if trace is None:
+                group.finish_gather(self.streams)
+            else:
+                with trace.waiting("wait", group.name):
+                    group.finish_gather(self.streams)
+
+    def free(self, group: ParamGroup) -> None:
+        if group.state is not GroupState.SHARDED:
+            self._note("free", group)
+            group.free()
+        if group in self._in_flight:
+            self._in_flight.remove(group)
+        group.step.in_backward = False
+
+    def _prefetch(self, order: Order, explicit: list[ParamGroup] | None) -> None:
+        if explicit is not None:
+            for group in explicit:
+                if group.state is GroupState.SHARDED:
+                    self.start_gather(group, "as listed")
+            return
+        for group in order.upcoming():
+            if len(self._in_flight) >= self.limit:
+                return
+            if group.state is GroupState.SHARDED and self._will_gather(group):
+                self.start_gather(group, "ahead")
+
+    def _will_gather(self, group: ParamGroup) -> bool:
+        return self.phase is not Phase.BACKWARD or group.switches.unshard_in_backward
+
+    def _free_mispredicted(self, needed: ParamGroup) -> None:
+        """What was gathered ahead and is not what comes next must not stay in memory."""
+        for group in list(self._in_flight):
+            if group.state is GroupState.ARRIVING and group is not needed:
+                self.free(group)
+
+    def _advance(self, order: Order, group: ParamGroup) -> None:
+        was_predicted = order.is_predicted
+        order.advance(group)
+        if was_predicted and not order.is_predicted:
+            self._free_mispredicted(group)
+
+    # Forward
+
+    def begin_forward(self, root_name: str) -> None:
+        """The root's forward starts."""
+        if self.phase is Phase.BACKWARD and _torch.in_backward():
+            return  # activation checkpointing runs the root again
+        if self.phase is not Phase.IDLE:
+            what = "backward" if self.phase is Phase.BACKWARD else "forward"
+            raise RuntimeError(
+                f"{root_name}: the previous {what} did not finish because it raised; call "
+                "reset_iter_state() on this module before the next forward"
+            )
+        self.phase = Phase.FORWARD
+        self.forward_order.begin()
+        self._left = []
+
+    def end_forward(self, failed: bool) -> None:
+        """The root's forward has returned or raised."""
+        if self.phase is not Phase.FORWARD:
+            return
+        self.phase = Phase.FAILED if failed else Phase.IDLE
+        if not failed:
+            self._check_same_order(len(self.groups))
+            self._is_checking_order = False
+        for group in self._in_flight[:]:
+            self.free(group)
+
+    def enter_forward(self, group: ParamGroup, explicit: list[ParamGroup] | None) -> None:
+        if self.phase is Phase.FORWARD and group.params:
+            self._check_same_order(group.channel)
+            self._advance(self.forward_order, group)
+        if self.phase is Phase.BACKWARD and self._recomputed not in (None, group):
+            self._free_recomputed()
+        if group.state is GroupState.FULL and not group.step.in_backward and group.is_stale:
+            self.free(group)
+        self.make_full(group)
+        group.show()
+        if self.phase is Phase.FORWARD:
+            self._prefetch(self.forward_order, explicit)
+        self._note("forward", group)
+
+    def _check_same_order(self, channel: int) -> None:
+        """In the first pass, compare with all ranks what each is about to gather.
+
+        Ranks that disagree would wait for each other, or read each other's layers.
+        """
+        transport = next((g.transport for g in self.groups if g.transport), None)
+        if not self._is_checking_order or transport is None:
+            return
+        channels = transport.all_values(channel, self.groups[0].mesh.device)
+        if len(set(channels)) > 1:
+            names = [*(f"'{group.name}'" for group in self.groups), "the end of forward"]
+            found = "; ".join(f"rank {rank}: {names[c]}" for rank, c in enumerate(channels))
+            raise RuntimeError(
+                f"ranks call the fully_shard modules in different orders. Next comes {found}. "
+                "Every rank must call the same modules in the same order"
+            )
+
+    def leave_forward(self, group: ParamGroup, needs_backward: bool, is_last_call: bool) -> None:
+        """One of the group's modules has returned; ``is_last_call`` says that all of them have."""
+        group.hide()
+        group.step.ran |= needs_backward
+        if needs_backward and not group.waiting:
+            group.expect_gradients()
+        if self.phase is Phase.BACKWARD:
+            if not group.step.in_backward and group.switches.reshard_after_forward:
+                self._free_recomputed()
+                self._recomputed = group
+            return
+        if self.phase is Phase.FORWARD:
+            self._left.append(group)
+        if is_last_call and group.switches.reshard_after_forward:
+            self.free(group)
+
+    def _free_recomputed(self) -> None:
+        group, self._recomputed = self._recomputed, None
+        if group is not None and not group.step.in_backward:
+            self.free(group)
+
+    # Backward
+
+    def enter_backward(self, group: ParamGroup, explicit: list[ParamGroup] | None) -> None:
+        """The gradient of an output of the group has arrived."""
+        if self.phase is not Phase.BACKWARD:
+            self._begin_backward()
+        if group.step.in_backward:
+            return
+        if self._recomputed is not group:
+            self._free_recomputed()
+        self._recomputed = None
+        group.step.in_backward = True
+        if not group.params:
+            return
+        self._advance(self.backward_order, group)
+        if group.switches.unshard_in_backward:
+            self.make_full(group)
+            self._note("backward", group)
+        self._prefetch(self.backward_order, explicit)
+
+    def _begin_backward(self) -> None:
+        self.phase = Phase.BACKWARD
+        self.backwards += 1
+        _torch.call_at_end_of_backward(self.end_backward)
+        last_pass = self.backward_order.used
+        self.backward_order.begin(last_pass or self._left[::-1])
+
+    def passed(self, group: ParamGroup) -> None:
+        """Backward has left one call of the group's modules."""
+        step = group.step
+        step.open_calls -= 1
+        if step.open_calls > 0:
+            return
+        if not step.is_settled:
+            self._settle(group)
+        if group.switches.reshard_after_backward:
+            self.free(group)
+            self._prefetch(self.backward_order, None)
+
+    def gradients_complete(self, group: ParamGroup) -> None:
+        """Every trainable parameter of the group has a gradient."""
+        if self.phase is not Phase.BACKWARD:
+            self._begin_backward()
+        group.expect_gradients()
+        self._hand_in(group)
+
+    def _hand_in(self, group: ParamGroup) -> None:
+        """Reduce the gradients that the group has, or keep them for a later reduction."""
+        group.step.is_settled = True
+        if group.switches.reduces_gradients:
+            self._start_reduce(group)
+        else:
+            group.keep_gradients()
+
+    def _start_reduce(self, group: ParamGroup) -> None:
+        # One at a time: a reduction under way holds its group's full gradients.
+        self._finish_reductions()
+        self._note("reduce", group)
+        self._reductions.append((group, group.start_reduce(self.streams)))
+
+    def _finish_reductions(self) -> None:
+        for group, reduction in self._reductions:
+            if self.trace is None:
+                reduction.finish()
+            else:
+                with self.trace.waiting("reduced", group.name):
+                    reduction.finish()
+        self._reductions.clear()
+
+    def end_backward(self) -> None:
+        """Called by autograd when it has no more to do."""
+        for group in self.groups:
+            self._settle(group)
+        if self.is_last_backward:
+            self._finish_reductions()
+        self._recomputed = None
+        for group in self.groups:
+            if group.switches.reshard_after_backward:
+                self.free(group)
+            group.step.in_backward = False
+            if self.is_last_backward:
+                group.step = Step()
+        self.phase = Phase.IDLE
+
+    def _settle(self, group: ParamGroup) -> None:
+        """Hand in the gradients of a group whose parameters were not all used.
+
+        Where nothing was used on this rank another rank may have used something, so the
+        group takes part in the reduction all the same.
+        """
+        reduces = group.switches.reduces_gradients
+        is_due = reduces and group.step.ran and not group.step.is_settled and self.is_last_backward
+        if group.has_new_gradients or (is_due and group.trainable()):
+            self._hand_in(group)
+        elif reduces and group.is_accumulating and self.is_last_backward:
+            self._hand_in(group)
+        group.waiting = set()
+
+    def reset(self) -> None:
+        """Forget an iteration that raised, with its gradients that were not reduced yet."""
+        self._reductions.clear()
+        self._recomputed = None
+        for group in self.groups:
+            group.hide()
+            self.free(group)
+            group.drop_gradients()
+            group.step = Step()
+        self._in_flight.clear()
+        self.phase = Phase.IDLE
