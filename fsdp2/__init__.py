@@ -18,14 +18,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from fsdp2.api import FSDPModule as FSDPModule
-    from fsdp2.api import UnshardHandle as UnshardHandle
     from fsdp2.api import fully_shard as fully_shard
     from fsdp2.api import register_fsdp_forward_method as register_fsdp_forward_method
     from fsdp2.api import set_inflight_limit as set_inflight_limit
     from fsdp2.api import trace as trace
     from fsdp2.errors import UsageError as UsageError
     from fsdp2.explain import explain as explain
+    from fsdp2.module import FSDPModule as FSDPModule
+    from fsdp2.module import UnshardHandle as UnshardHandle
     from fsdp2.policies import CPUOffloadPolicy as CPUOffloadPolicy
     from fsdp2.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
     from fsdp2.policies import OffloadPolicy as OffloadPolicy
@@ -35,11 +35,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "CPUOffloadPolicy": "policies",
-    "FSDPModule": "api",
+    "FSDPModule": "module",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
     "Trace": "tracing",
-    "UnshardHandle": "api",
+    "UnshardHandle": "module",
     "UsageError": "errors",
     "explain": "explain",
     "fully_shard": "api",

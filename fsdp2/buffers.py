@@ -19,14 +19,14 @@ from fsdp2.layout import GroupLayout, Path, Section, Slot
 class PackedBlock(NamedTuple):
     """The staging block of one section and what its columns are copied out to."""
 
-    block: Tensor
-    """``(world_size, packed_numel)``."""
+    rows: Tensor
+    """``(packed_ranks, packed_numel)``: of the block what holds real rows."""
     sizes: list[int]
     outs: list[Tensor]
-    """Per packed parameter its slice of the full buffer, ``(world_size, chunk_numel)``."""
+    """Per packed parameter its slice of the full buffer, ``(packed_ranks, chunk_numel)``."""
 
     def copy_out(self) -> None:
-        torch.split_with_sizes_copy(self.block, self.sizes, dim=1, out=self.outs)
+        torch.split_with_sizes_copy(self.rows, self.sizes, dim=1, out=self.outs)
 
 
 class ShardBuffer:
@@ -99,8 +99,8 @@ class FullBuffer:
             self.blocks.append(block)
             self._fill_own(block[rank], shards.packed(section))
             sizes = [slot.rows.chunk_numel for slot in slots]
-            outs = [self._chunks(section, slot, world_size) for slot in slots]
-            self.packed.append(PackedBlock(block, sizes, outs))
+            outs = [self._chunks(section, slot, section.packed_ranks) for slot in slots]
+            self.packed.append(PackedBlock(block[: section.packed_ranks], sizes, outs))
 
     def _fill_own(self, own: Tensor, source: Tensor) -> None:
         self.own.append(own)

@@ -60,7 +60,7 @@ class Transport(Protocol):
     prefers_grouping: str
     """Why, in words, for ``explain``."""
 
-    def plan_gather(self, blocks: Sequence[Tensor]) -> "GatherPlan": ...
+    def plan_gather(self, blocks: Sequence[Tensor]) -> GatherPlan: ...
 
     def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
         """Sum ``sources`` times ``scale`` in the dtype of their ``out``."""
@@ -140,7 +140,7 @@ class Pairwise:
                 exchange.sends += [self.send(piece, peer, tag) for piece in _pieces(chunk)]
         return exchange
 
-    def _post_receives(self, source: Source, tag: int) -> list["Part"]:
+    def _post_receives(self, source: Source, tag: int) -> list[Part]:
         own = source.flat[self.rank * source.chunk : (self.rank + 1) * source.chunk]
         out = source.out[: own.numel()]
         parts: list[Part] = []
@@ -296,7 +296,7 @@ class Grouped:
             works.append(_torch.reduce_scatter_grouped(self.group, outs, inputs))
         return GroupedSum(works, [self._exchange(s) for s in exchanges], scale)
 
-    def _exchange(self, source: Source) -> "Exchange":
+    def _exchange(self, source: Source) -> Exchange:
         """All-to-all in the gradient's dtype: fewer bytes than a sum in the reduce dtype."""
         received = torch.empty_like(source.flat)
         work = _torch.all_to_all_into(self.group, received, source.flat)

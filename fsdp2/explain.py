@@ -122,7 +122,7 @@ def _report_param(group: ParamGroup, section: Section, slot: Slot) -> ParamRepor
         rows_per_rank=tuple(stop - start for start, stop in rows),
         storage_dtype=str(section.storage),
         compute_dtype=str(section.compute),
-        reduce_dtype=str(plan.reduced_dtype(section)) if plan else None,
+        reduce_dtype=str(plan.sections[0].reduced) if plan else None,
         padding_nbytes=padding * param.dtype.itemsize,
         gather=_gather_reason(group, section, slot),
         reduction=_reduction_reason(group, section, slot) if plan else "none: it is frozen",
@@ -147,8 +147,8 @@ def _reduction_reason(group: ParamGroup, section: Section, slot: Slot) -> str:
     if transport is None:
         return "none: one rank"
     plan = group.reduction_plan((slot.index,))
-    [column] = plan.sections[0].columns
-    how = transport.describe_reduction(section.compute, plan.reduced_dtype(section))
+    [column] = plan.sections[0].gradients.columns
+    how = transport.describe_reduction(section.compute, plan.sections[0].reduced)
     if column.path is Path.DIRECT:
         return f"direct: {how}, read where autograd left the gradient"
     if column.path is Path.REPLICATED:

@@ -64,6 +64,13 @@ class Rows:
         return self.count * self.row_numel
 
     @property
+    def owners(self) -> int:
+        """How many ranks have rows of it: the first ones."""
+        if self.is_scalar:
+            return self.world_size
+        return -(-self.count // self.per_rank) if self.count else 0
+
+    @property
     def divides(self) -> bool:
         return self.is_scalar or self.count % self.world_size == 0
 
@@ -114,6 +121,7 @@ class Section:
     In the shard buffer it holds first the direct slots, then the packed ones without
     gaps (so that one copy moves them all), then the replicated ones. In the full buffer
     the same order is followed by the staging block of shape ``(world_size, packed_numel)``.
+    Of that block only the rows of the first ``packed_ranks`` ranks hold real rows.
     """
 
     storage: Hashable
@@ -125,6 +133,7 @@ class Section:
     full_numel: int
     packed_start: int
     packed_numel: int
+    packed_ranks: int
     staging_offset: int
 
     def by_path(self, path: Path) -> list[Slot]:
@@ -143,7 +152,9 @@ class GroupLayout:
     @property
     def slots(self) -> list[Slot]:
         """In the order of the group's parameters."""
-        return sorted((s for section in self.sections for s in section.slots), key=lambda s: s.index)
+        return sorted(
+            (s for section in self.sections for s in section.slots), key=lambda s: s.index
+        )
 
 
 @dataclass(frozen=True)
@@ -166,6 +177,8 @@ class GradientSection:
     columns: tuple[GradientColumn, ...]
     packed_offset: int
     packed_numel: int
+    packed_ranks: int
+    """The first ranks, which own something in the packed block besides the flags."""
     numel: int
 
     @property
@@ -212,6 +225,9 @@ def _plan_section(
     ordered = sorted(paths, key=lambda i: (list(Path).index(paths[i]), i))
     first = specs[ordered[0]]
     slots: list[Slot] = []
+    packed = [Rows(specs[i].shape, world_size) for i in ordered if paths[i] is Path.PACKED]
+    packed_ranks = max((rows.owners for rows in packed), default=0)
+    copies = {Path.DIRECT: world_size, Path.PACKED: packed_ranks, Path.REPLICATED: 1}
     shard_at = full_at = 0
     packed_start = packed_numel = 0
     for i in ordered:
@@ -225,7 +241,7 @@ def _plan_section(
         full_at = align(full_at, first.compute_itemsize)
         slots.append(Slot(i, rows, paths[i], shard_at, full_at))
         shard_at += rows.chunk_numel
-        full_at += rows.chunk_numel * (1 if rows.is_scalar else world_size)
+        full_at += rows.chunk_numel * copies[paths[i]]
     staging_offset = align(full_at, first.compute_itemsize)
     return Section(
         storage=first.storage,
@@ -237,6 +253,7 @@ def _plan_section(
         full_numel=staging_offset + world_size * packed_numel,
         packed_start=packed_start,
         packed_numel=packed_numel,
+        packed_ranks=packed_ranks,
         staging_offset=staging_offset,
     )
 
@@ -268,4 +285,12 @@ def plan_gradients(
             columns.append(GradientColumn(slot, path, at))
             at += slot.rows.chunk_numel
     numel = at + len(columns)
-    return GradientSection(section, tuple(columns), packed_offset, numel - packed_offset, numel)
+    packed = [column.slot.rows.owners for column in columns if column.path is not Path.DIRECT]
+    return GradientSection(
+        section=section,
+        columns=tuple(columns),
+        packed_offset=packed_offset,
+        packed_numel=numel - packed_offset,
+        packed_ranks=max(packed, default=0),
+        numel=numel,
+    )

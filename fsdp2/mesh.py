@@ -55,6 +55,8 @@ def _all_ranks() -> DeviceMesh:
             "fully_shard needs a process group: call torch.distributed.init_process_group() "
             "first (torchrun sets the environment for it), or pass mesh="
         )
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = (
+        torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    )
     device_type = accelerator.type if accelerator is not None else "cpu"
     return init_device_mesh(device_type, (dist.get_world_size(),))

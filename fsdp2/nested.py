@@ -53,7 +53,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return value if _same(mapped, leaves) else _torch.unflatten(mapped, structure)
     if isinstance(value, dict):
         mapped_items = {key: map_tensors(function, item) for key, item in value.items()}
-        return value if _same(mapped_items.values(), value.values()) else _refill(value, mapped_items)
+        return (
+            value if _same(mapped_items.values(), value.values()) else _refill(value, mapped_items)
+        )
     if _is_dataclass(value):
         return _map_dataclass(function, value)
     return value

@@ -54,6 +54,13 @@ class Step:
     is_settled: bool = False
     """Its gradients were handed in once in this backward."""
 
+    def end_backward(self, is_last: bool) -> None:
+        """``is_last`` is false while more backwards of the same step are to come."""
+        self.in_backward = self.is_settled = False
+        if is_last:
+            self.ran = False
+            self.open_calls = 0
+
 
 class ParamGroup:
     """The parameters of one ``fully_shard`` call."""
@@ -85,6 +92,20 @@ class ParamGroup:
         self.waiting: set[int] = set()
         """Trainable parameters that have no gradient yet in this backward."""
         self.on_gradients_complete: Callable[[ParamGroup], None] = _nothing_to_do
+        self.trainable: tuple[int, ...] = ()
+        """As of the last gather."""
+        self._are_trainable: list[bool] = []
+        self._entries = [
+            (place.module._parameters, place.module.__dict__, place.attribute, param)
+            for param in params
+            for place in param.places
+        ]
+        self._flat_weights = [
+            (place.module, place.attribute, param)
+            for param in params
+            for place in param.places
+            if _torch.uses_flat_weights(place.module)
+        ]
         self._full: FullBuffer | None = None
         self._gather: Pending | None = None
         self._arrived: torch.Event | None = None
@@ -138,12 +159,20 @@ class ParamGroup:
 
     def refresh(self) -> None:
         """Adopt what users put in the place of our parameters since the last gather."""
-        if any(param.has_moved for param in self.params):
-            self.free()
-            for param in self.params:
-                if param.has_moved:
-                    param.adopt()
-            self._lay_out()
+        for table, _, attribute, param in self._entries:
+            is_ours = table[attribute] is param.shard
+            if not is_ours or _torch.local_of(param.shard) is not param.local:
+                break
+        else:
+            return
+        self._adopt_moved()
+
+    def _adopt_moved(self) -> None:
+        self.free()
+        for param in self.params:
+            if param.has_moved:
+                param.adopt()
+        self._lay_out()
 
     @torch.no_grad()
     def _make_full(self) -> FullBuffer | None:
@@ -166,6 +195,7 @@ class ParamGroup:
         if buffer is not None:
             buffer.free()
         self._versions = [param.shard._version for param in self.params]
+        self._are_trainable = []
         return buffer
 
     # Gather
@@ -210,8 +240,7 @@ class ParamGroup:
             streams.compute_waits(self._arrived)
             self._arrived = None
         self.state = GroupState.FULL
-        for param in self.params:
-            param.attach()
+        self._attach()
 
     def _follow_shards(self) -> None:
         """Let the full parameters follow the shards: frozen or not, and changed or not.
@@ -228,11 +257,13 @@ class ParamGroup:
             ]
             torch.autograd.graph.increment_version(changed)
             self._versions = versions
-        for param in self.params:
-            full = param.full
-            assert full is not None
-            if full.requires_grad != param.shard.requires_grad:
-                full.requires_grad_(param.shard.requires_grad)
+        flags = [param.shard.requires_grad for param in self.params]
+        if flags != self._are_trainable:
+            for param, flag in zip(self.params, flags):
+                assert param.full is not None
+                param.full.requires_grad_(flag)
+            self._are_trainable = flags
+            self.trainable = tuple(i for i, flag in enumerate(flags) if flag)
 
     @property
     def is_stale(self) -> bool:
@@ -247,28 +278,41 @@ class ParamGroup:
             self._gather.wait()
             self._gather = None
         if self.state is GroupState.FULL:
-            for param in self.params:
-                param.detach()
+            self._detach()
         self._arrived = None
         self.state = GroupState.SHARDED
         if self._full is not None:
             self._full.free()
 
+    # What the modules see
+
     def show(self) -> None:
-        for param in self.params:
-            param.show()
+        """In forward the modules' own tables hold the full parameters."""
+        for table, _, attribute, param in self._entries:
+            table[attribute] = param.full
 
     def hide(self) -> None:
-        for param in self.params:
-            param.hide()
+        for table, _, attribute, param in self._entries:
+            table[attribute] = param.shard
+
+    def _attach(self) -> None:
+        """Make the attributes the full parameters; ``parameters()`` goes on giving the shards."""
+        for _, attributes, attribute, param in self._entries:
+            attributes[attribute] = param.full
+        for module, attribute, param in self._flat_weights:
+            assert param.full is not None
+            _torch.set_flat_weight(module, attribute, param.full)
+
+    def _detach(self) -> None:
+        for _, attributes, attribute, _ in self._entries:
+            attributes.pop(attribute, None)
+        for module, attribute, param in self._flat_weights:
+            _torch.set_flat_weight(module, attribute, param.shard)
 
     # Gradients
 
-    def trainable(self) -> tuple[int, ...]:
-        return tuple(i for i, param in enumerate(self.params) if param.shard.requires_grad)
-
     def expect_gradients(self) -> None:
-        self.waiting = set(self.trainable())
+        self.waiting = set(self.trainable)
 
     def _on_gradient(self, index: int, full: Tensor) -> None:
         if not self.waiting:
@@ -280,20 +324,20 @@ class ParamGroup:
     @property
     def has_new_gradients(self) -> bool:
         """Whether autograd left gradients that were neither reduced nor kept."""
-        return any(
-            param.full is not None and param.full.grad is not None for param in self.params
-        )
+        return 0 < len(self.waiting) < len(self.trainable)
 
     def keep_gradients(self) -> None:
         """Accumulate without communication, in the reduce dtype."""
-        plan = self.reduction_plan(self.trainable())
+        plan = self.reduction_plan(self.trainable)
         plan.accumulate()
         self.is_accumulating = True
 
     def start_reduce(self, streams: Streams) -> Reduction:
         """Take the gradients of the full parameters and issue their reduction."""
-        plan = self.reduction_plan(self.trainable())
-        reduction = plan.start(streams, self.channel, self.is_accumulating, self.switches.divide_factor)
+        plan = self.reduction_plan(self.trainable)
+        reduction = plan.start(
+            streams, self.channel, self.is_accumulating, self.switches.divide_factor
+        )
         self.is_accumulating = False
         return reduction
 
@@ -301,7 +345,13 @@ class ParamGroup:
         plan = self._plans.get(trainable)
         if plan is None:
             plan = self._plans[trainable] = ReductionPlan(
-                self.name, self.layout, self.params, trainable, self.mesh, self.policy, self.transport
+                self.name,
+                self.layout,
+                self.params,
+                trainable,
+                self.mesh,
+                self.policy,
+                self.transport,
             )
         return plan
 

@@ -8,6 +8,7 @@ that no rank used keeps ``grad`` as it was.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,7 +16,15 @@ from torch import Tensor
 
 from fsdp2 import _torch
 from fsdp2.collectives import Pending, Source, Transport
-from fsdp2.layout import GradientColumn, GradientSection, GroupLayout, Path, Section, Slot, plan_gradients
+from fsdp2.layout import (
+    GradientColumn,
+    GradientSection,
+    GroupLayout,
+    Path,
+    Section,
+    Slot,
+    plan_gradients,
+)
 from fsdp2.mesh import ShardMesh
 from fsdp2.policies import MixedPrecisionPolicy, reduce_dtype
 from fsdp2.sharded_param import ShardedParam
@@ -25,7 +34,7 @@ from fsdp2.streams import Streams
 class ReducedSection(NamedTuple):
     """The gradient buffer of one section, summed once its communication has been waited for."""
 
-    plan: GradientSection
+    plan: SectionPlan
     buffer: Tensor
     """Flat, in the reduce dtype."""
     missing: list[int]
@@ -48,7 +57,6 @@ class LocalReduction:
     def finish(self) -> None:
         for param, gradient in self._results:
             param.set_gradient(gradient)
-            param.run_user_hooks()
         self._results = []
 
 
@@ -57,14 +65,12 @@ class ExchangedReduction:
 
     def __init__(
         self,
-        plan: "ReductionPlan",
         sections: list[ReducedSection],
         sources: list[Source],
         pending: Pending,
         divisor: float,
         streams: Streams,
     ) -> None:
-        self._plan = plan
         self._sections = sections
         self._sources = sources
         self._pending = pending
@@ -83,7 +89,7 @@ class ExchangedReduction:
         for section in self._sections:
             if self._divisor != 1.0:
                 section.buffer.div_(self._divisor)
-            results.append(section.buffer.to(self._plan.storage_dtype(section.plan.section)))
+            results.append(section.buffer.to(section.plan.storage))
         return results
 
     @torch.no_grad()
@@ -95,23 +101,40 @@ class ExchangedReduction:
         self._streams.compute_waits(self._reduced)
         self._sources = []
         for section, result in zip(self._sections, self._results):
-            used = self._used(section)
-            for column in section.plan.columns:
-                if column.slot.index in used:
-                    self._plan.hand_over(column, result)
+            unused = self._unused(section) if section.missing else ()
+            for view in section.plan.views:
+                if view.index not in unused:
+                    local = torch.as_strided(result, view.shape, view.stride, view.offset)
+                    view.param.set_gradient(local)
 
-    def _used(self, section: ReducedSection) -> set[int]:
-        """Parameters that some rank has a gradient for. Reads the flags only where in doubt."""
-        columns = section.plan.columns
-        used = {column.slot.index for column in columns}
-        if section.missing:
-            flags = section.buffer[section.plan.flags_offset :].tolist()
-            used -= {
-                column.slot.index
-                for column, flag in zip(columns, flags)
-                if flag == 0 and column.slot.index in section.missing
-            }
-        return used
+    def _unused(self, section: ReducedSection) -> set[int]:
+        """Parameters that no rank has a gradient for. Reading the flags makes the host wait."""
+        plan = section.plan.gradients
+        flags = section.buffer[plan.flags_offset :].tolist()
+        return {c.slot.index for c, flag in zip(plan.columns, flags) if flag == 0}
+
+
+@dataclass(frozen=True)
+class GradientView:
+    """Where the gradient of this rank's rows of one parameter lies in the gradient buffer."""
+
+    index: int
+    param: ShardedParam
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class SectionPlan(NamedTuple):
+    """One section of a reduction, with everything that can be known beforehand."""
+
+    gradients: GradientSection
+    storage: torch.dtype
+    compute: torch.dtype
+    reduced: torch.dtype
+    direct: list[GradientColumn]
+    packed: list[GradientColumn]
+    views: list[GradientView]
 
 
 class ReductionPlan:
@@ -132,62 +155,66 @@ class ReductionPlan:
         self._mesh = mesh
         self._policy = policy
         self._transport = transport
-        self._trainable = trainable
-        self._sections = [
-            self._plan_section(section, section.compute, trainable)
+        self.sections = [
+            self._plan_section(section, trainable)
             for section in layout.sections
             if any(slot.index in trainable for slot in section.slots)
         ]
+        self._is_float16 = any(plan.reduced is torch.float16 for plan in self.sections)
 
-    def _plan_section(
-        self, section: Section, gradient: object, trainable: tuple[int, ...]
-    ) -> GradientSection:
-        assert isinstance(gradient, torch.dtype)
-        reduced = self.reduced_dtype(section)
+    def _plan_section(self, section: Section, trainable: tuple[int, ...]) -> SectionPlan:
+        storage, compute = section.storage, section.compute
+        assert isinstance(storage, torch.dtype) and isinstance(compute, torch.dtype)
+        reduced = reduce_dtype(self._policy, compute)
 
         def path_of(slot: Slot) -> Path:
             transport = self._transport
-            if transport and not transport.can_reduce_direct(slot.rows.divides, gradient, reduced):
+            if transport and not transport.can_reduce_direct(slot.rows.divides, compute, reduced):
                 return Path.PACKED
             return Path.DIRECT
 
-        return plan_gradients(section, trainable, path_of, reduced.itemsize)
+        gradients = plan_gradients(section, trainable, path_of, reduced.itemsize)
+        return SectionPlan(
+            gradients=gradients,
+            storage=storage,
+            compute=compute,
+            reduced=reduced,
+            direct=[c for c in gradients.by_path(Path.DIRECT) if c.slot.rows.numel],
+            packed=[
+                c for c in gradients.by_path(Path.PACKED, Path.REPLICATED) if c.slot.rows.numel
+            ],
+            views=[self._view(column) for column in gradients.columns],
+        )
 
-    @property
-    def sections(self) -> list[GradientSection]:
-        return self._sections
-
-    def reduced_dtype(self, section: Section) -> torch.dtype:
-        assert isinstance(section.compute, torch.dtype)
-        return reduce_dtype(self._policy, section.compute)
-
-    def storage_dtype(self, section: Section) -> torch.dtype:
-        assert isinstance(section.storage, torch.dtype)
-        return section.storage
+    def _view(self, column: GradientColumn) -> GradientView:
+        index = column.slot.index
+        shape = column.slot.rows.local_shape(self._mesh.rank)
+        stride = torch.empty(shape, device="meta").stride()
+        return GradientView(index, self._params[index], shape, stride, column.offset)
 
     # Prepare
 
+    @torch.no_grad()
     def accumulate(self) -> None:
         """Keep the gradients of this backward for a later reduction."""
-        for plan in self._sections:
-            reduced = self.reduced_dtype(plan.section)
-            if reduced == plan.section.compute:
+        for plan in self.sections:
+            if plan.reduced == plan.compute:
                 continue  # autograd goes on accumulating in the full parameter's own gradient
-            for column in plan.columns:
+            for column in plan.gradients.columns:
                 param = self._params[column.slot.index]
                 gradient = self._take(param)
                 if gradient is None:
                     continue
                 if param.accumulated is None:
-                    param.accumulated = gradient.to(reduced)
+                    param.accumulated = gradient.to(plan.reduced)
                 else:
                     param.accumulated.add_(gradient)
 
     def _take(self, param: ShardedParam) -> Tensor | None:
         full = param.full
-        if full is None or full.grad is None:
+        gradient = None if full is None else full.grad
+        if full is None or gradient is None:
             return None
-        gradient = full.grad
         full.grad = None
         if gradient.layout is not torch.strided:
             raise NotImplementedError(
@@ -198,11 +225,11 @@ class ReductionPlan:
 
     def _take_all(self, param: ShardedParam) -> Tensor | None:
         """This backward's gradient and what was kept back before, summed."""
-        gradient, param_kept = self._take(param), param.accumulated
-        param.accumulated = None
-        if param_kept is None:
+        gradient, kept = self._take(param), param.accumulated
+        if kept is None:
             return gradient
-        return param_kept if gradient is None else param_kept.add_(gradient)
+        param.accumulated = None
+        return kept if gradient is None else kept.add_(gradient)
 
     # Exchange
 
@@ -216,92 +243,78 @@ class ReductionPlan:
         goes over the wire. ``divide_factor`` replaces the number of ranks.
         """
         divisor = divide_factor or float(self._mesh.world_size)
+        if self._transport is None:
+            return LocalReduction(self._local_gradients(1.0 / divisor))
         scale = 1.0
-        if any(self.reduced_dtype(plan.section) is torch.float16 for plan in self._sections):
+        if self._is_float16:
             # A sum of float16 gradients overflows where their mean does not.
             scale, divisor = 1.0 / divisor, 1.0
-        sections: list[ReducedSection] = []
-        sources: list[Source] = []
-        if self._transport is None:
-            return LocalReduction(self._local_gradients(scale / divisor))
-        sections: list[ReducedSection] = []
         sources: list[Source] = []
         with streams.reducing():
-            for plan in self._sections:
-                sections.append(self._prepare(plan, sources, is_accumulating))
+            sections = [self._prepare(plan, sources, is_accumulating) for plan in self.sections]
             pending = self._transport.reduce(sources, channel, scale)
-            return ExchangedReduction(self, sections, sources, pending, divisor, streams)
+            return ExchangedReduction(sections, sources, pending, divisor, streams)
 
     def _local_gradients(self, scale: float) -> list[tuple[ShardedParam, Tensor]]:
         """With one rank the gradients are the sums already."""
         results = []
-        for plan in self._sections:
-            for column in plan.columns:
-                param = self._params[column.slot.index]
-                gradient = self._take_all(param)
+        for plan in self.sections:
+            for view in plan.views:
+                gradient = self._take_all(view.param)
                 if gradient is not None:
-                    gradient = gradient.to(self.reduced_dtype(plan.section))
+                    gradient = gradient.to(plan.reduced)
                     gradient = gradient.mul_(scale) if scale != 1.0 else gradient
-                    results.append((param, gradient.to(param.dtype)))
+                    results.append((view.param, gradient.to(plan.storage)))
         return results
 
     def _prepare(
-        self, plan: GradientSection, sources: list[Source], is_accumulating: bool
+        self, plan: SectionPlan, sources: list[Source], is_accumulating: bool
     ) -> ReducedSection:
-        section = plan.section
-        assert isinstance(section.compute, torch.dtype)
-        reduced = self.reduced_dtype(section)
-        wire = reduced if is_accumulating else section.compute
-        gradients = {c.slot.index: self._take_all(self._params[c.slot.index]) for c in plan.columns}
-        missing = [index for index, gradient in gradients.items() if gradient is None]
-        device = self._mesh.device
-        buffer = torch.empty(plan.numel, dtype=reduced, device=device)
+        """Make the gradient buffer of one section, and of its gradients what goes into it."""
+        wire = plan.reduced if is_accumulating else plan.compute
+        missing: list[int] = []
         full: dict[int, Tensor] = {}
-        for column in plan.columns:
-            gradient = gradients[column.slot.index]
+        for column in plan.gradients.columns:
+            index = column.slot.index
+            gradient = self._take_all(self._params[index])
             if gradient is None:
-                gradient = torch.zeros(column.slot.rows.shape, dtype=wire, device=device)
-            full[column.slot.index] = gradient.to(wire).contiguous()
-        for column in plan.by_path(Path.DIRECT):
+                missing.append(index)
+                shape = column.slot.rows.shape
+                gradient = torch.zeros(shape, dtype=wire, device=self._mesh.device)
+            elif gradient.dtype is not wire or not gradient.is_contiguous():
+                gradient = gradient.to(wire).contiguous()
+            full[index] = gradient
+        buffer = torch.empty(plan.gradients.numel, dtype=plan.reduced, device=self._mesh.device)
+        for column in plan.direct:
             chunk = column.slot.rows.chunk_numel
-            if chunk:
-                out = buffer.narrow(0, column.offset, chunk)
-                sources.append(Source(full[column.slot.index].view(-1), chunk, out))
-        self._pack(plan, full, missing, buffer, wire, sources)
+            out = buffer.narrow(0, column.offset, chunk)
+            sources.append(Source(full[column.slot.index].view(-1), chunk, out))
+        sources.append(self._pack(plan, full, missing, buffer, wire))
         return ReducedSection(plan, buffer, missing)
 
     def _pack(
         self,
-        plan: GradientSection,
+        plan: SectionPlan,
         full: dict[int, Tensor],
         missing: list[int],
         buffer: Tensor,
         wire: torch.dtype,
-        sources: list[Source],
-    ) -> None:
+    ) -> Source:
         """Row r of the packed block is what rank r owns of each small gradient, and the flags."""
-        ranks = self._mesh.world_size
-        columns: list[Tensor] = []
-        for column in plan.by_path(Path.PACKED, Path.REPLICATED):
-            gradient = full[column.slot.index]
-            if gradient.numel():
-                columns.append(gradient.expand(ranks, 1) if gradient.ndim == 0 else gradient)
-        flags = torch.ones(len(plan.columns), dtype=wire, device=buffer.device)
-        for i, column in enumerate(plan.columns):
-            if column.slot.index in missing:
-                flags[i] = 0
-        columns.append(flags.expand(ranks, -1))
-        packed = torch.empty(ranks, plan.packed_numel, dtype=wire, device=buffer.device)
-        _torch.chunk_cat(columns, ranks, out=packed)
-        out = buffer.narrow(0, plan.packed_offset, plan.packed_numel)
-        sources.append(Source(packed.view(-1), plan.packed_numel, out))
-
-    # Hand over
-
-    def hand_over(self, column: GradientColumn, result: Tensor) -> None:
-        rows = column.slot.rows
-        rank = self._mesh.rank
-        shape = rows.local_shape(rank)
-        local = result.narrow(0, column.offset, rows.local_numel(rank)).view(shape)
-        self._params[column.slot.index].set_gradient(local)
-        self._params[column.slot.index].run_user_hooks()
+        ranks, owners = self._mesh.world_size, plan.gradients.packed_ranks
+        gradients = plan.gradients
+        flags = torch.ones(len(gradients.columns), dtype=wire, device=buffer.device)
+        if missing:
+            for i, column in enumerate(gradients.columns):
+                if column.slot.index in missing:
+                    flags[i] = 0
+        packed = torch.empty(ranks, gradients.packed_numel, dtype=wire, device=buffer.device)
+        if owners:
+            columns = [full[column.slot.index] for column in plan.packed]
+            columns = [c.expand(owners, 1) if c.ndim == 0 else c for c in columns]
+            columns.append(flags.expand(owners, -1))
+            _torch.chunk_cat(columns, owners, out=packed[:owners])
+        if owners < ranks:  # what the other ranks get besides the flags they do not read
+            packed[owners:, gradients.packed_numel - len(flags) :] = flags
+        out = buffer.narrow(0, gradients.packed_offset, gradients.packed_numel)
+        return Source(packed.view(-1), gradients.packed_numel, out)

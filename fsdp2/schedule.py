@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from enum import Enum
 
 from fsdp2 import _torch
-from fsdp2.param_group import GroupState, ParamGroup, Step
+from fsdp2.param_group import GroupState, ParamGroup
 from fsdp2.reduction import Reduction
 from fsdp2.streams import Streams
 from fsdp2.tracing import Trace
@@ -318,11 +318,9 @@ class Schedule:
             self._finish_reductions()
         self._recomputed = None
         for group in self.groups:
-            if group.switches.reshard_after_backward:
+            if group.switches.reshard_after_backward and group.state is not GroupState.SHARDED:
                 self.free(group)
-            group.step.in_backward = False
-            if self.is_last_backward:
-                group.step = Step()
+            group.step.end_backward(self.is_last_backward)
         self.phase = Phase.IDLE
 
     def _settle(self, group: ParamGroup) -> None:
@@ -331,11 +329,12 @@ class Schedule:
         Where nothing was used on this rank another rank may have used something, so the
         group takes part in the reduction all the same.
         """
-        reduces = group.switches.reduces_gradients
-        is_due = reduces and group.step.ran and not group.step.is_settled and self.is_last_backward
-        if group.has_new_gradients or (is_due and group.trainable()):
-            self._hand_in(group)
-        elif reduces and group.is_accumulating and self.is_last_backward:
+        step = group.step
+        is_due = group.is_accumulating or (
+            step.ran and not step.is_settled and bool(group.trainable)
+        )
+        is_due = is_due and group.switches.reduces_gradients and self.is_last_backward
+        if group.has_new_gradients or is_due:
             self._hand_in(group)
         group.waiting = set()
 
@@ -347,6 +346,6 @@ class Schedule:
             group.hide()
             self.free(group)
             group.drop_gradients()
-            group.step = Step()
+            group.step.end_backward(is_last=True)
         self._in_flight.clear()
         self.phase = Phase.IDLE

@@ -44,6 +44,8 @@ class ShardedParam:
         assert original is not None
         self.places = places
         self.name = places[0].name
+        self.spec: _torch.DTensorSpec
+        """Of the shard, and so of its gradient."""
         self.rows = Rows(tuple(original.shape), mesh.world_size)
         self.rank = mesh.rank
         self.mesh = mesh
@@ -66,6 +68,7 @@ class ShardedParam:
         _torch.set_local(shard, source)
         shard.__dict__.update({k: v for k, v in original.__dict__.items() if k != OWNER})
         setattr(shard, _IS_SHARD, True)
+        self.spec = spec
         for place in self.places:
             place.module._parameters[place.attribute] = shard
             if _torch.uses_flat_weights(place.module):
@@ -109,35 +112,13 @@ class ShardedParam:
                 f"{registered.placements} on {registered.device_mesh}; it must have "
                 f"{expected.placements} on {self.mesh.mesh}"
             )
-        self.shard = registered  # type: ignore[assignment]
+        self.shard = registered
+        self.spec = _torch.spec_of(registered)
         setattr(self.shard, _IS_SHARD, True)
         self.local = _torch.local_of(registered)
         self.dtype = self.local.dtype
         for place in self.places[1:]:
             place.module._parameters[place.attribute] = self.shard
-
-    def show(self) -> None:
-        """In forward the module's own table holds the full parameter."""
-        for module, attribute, _ in self.places:
-            module._parameters[attribute] = self.full
-
-    def hide(self) -> None:
-        for module, attribute, _ in self.places:
-            module._parameters[attribute] = self.shard
-
-    def attach(self) -> None:
-        """Make the attribute the full parameter; ``parameters()`` still gives the shard."""
-        for module, attribute, _ in self.places:
-            module.__dict__[attribute] = self.full
-            if _torch.uses_flat_weights(module):
-                assert self.full is not None
-                _torch.set_flat_weight(module, attribute, self.full)
-
-    def detach(self) -> None:
-        for module, attribute, _ in self.places:
-            module.__dict__.pop(attribute, None)
-            if _torch.uses_flat_weights(module):
-                _torch.set_flat_weight(module, attribute, self.shard)
 
     def make_full(self, view: Tensor) -> nn.Parameter:
         """Build the full parameter over its slice of the full buffer."""
@@ -153,12 +134,10 @@ class ShardedParam:
         ``local`` has the shape and dtype of this rank's rows.
         """
         if self.shard.grad is None:
-            self.shard.grad = _torch.dtensor(local, _torch.spec_of(self.shard))
+            self.shard.grad = _torch.dtensor(local, self.spec)
         else:
             _torch.local_of(self.shard.grad).add_(local)
-
-    def run_user_hooks(self) -> None:
-        """Hooks that users put on the shard expect to see its gradient, once per backward."""
+        # Users' hooks on the shard expect to see its gradient, once per backward.
         for hook in _torch.post_accumulate_hooks(self.shard):
             hook(self.shard)
 
@@ -221,4 +200,6 @@ def _check(place: Place) -> None:
             f"parameter '{place.name}' is not initialised yet; run the lazy module once first"
         )
     if param.layout is not torch.strided:
-        raise UsageError(f"parameter '{place.name}' has layout {param.layout}; only dense ones shard")
+        raise UsageError(
+            f"parameter '{place.name}' has layout {param.layout}; only dense ones shard"
+        )

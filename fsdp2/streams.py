@@ -77,10 +77,10 @@ class DeviceStreams:
 
     def _scope(self, stream: torch.Stream) -> AbstractContextManager[object]:
         stream.wait_stream(self._module.current_stream())
-        return self._module.stream(stream)  # type: ignore[no-any-return]
+        return self._module.stream(stream)
 
     def event(self) -> torch.Event | None:
-        return self._module.current_stream().record_event()  # type: ignore[no-any-return]
+        return self._module.current_stream().record_event()
 
     def compute_waits(self, event: torch.Event | None) -> None:
         if event is not None:
