@@ -78,8 +78,7 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(
             self.rotary(query), self.rotary(key), value, is_causal=True
         )
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, positions, width))
-        return out
+        return self.out(mixed.transpose(1, 2).reshape(batch, positions, width))
 
 
 class MLP(nn.Module):
@@ -91,8 +90,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(F.relu(self.up(x)).square())
-        return out
+        return self.down(F.relu(self.up(x)).square())
 
 
 class Block(nn.Module):
@@ -107,8 +105,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class GPT(nn.Module):
@@ -131,9 +128,12 @@ class GPT(nn.Module):
     @torch.no_grad()
     def _initialize(self) -> None:
         for name, parameter in self.named_parameters():
-            if name.endswith(("attention.out.weight", "mlp.down.weight", "head.weight")):
-                # Each block starts as the identity, and the first guess is uniform.
+            if name.endswith(("attention.out.weight", "mlp.down.weight")):
+                # A block starts as the identity, so that a high learning rate is safe early on.
                 parameter.zero_()
+            elif name == "head.weight":
+                # The first guess is nearly uniform.
+                parameter.normal_(std=0.02)
             elif parameter.ndim > 1:
                 # What a matrix puts out then varies as much as what comes in.
                 parameter.normal_(std=self.config.width**-0.5)
@@ -144,5 +144,4 @@ class GPT(nn.Module):
             x = x + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+        return self.head(self.norm(x))

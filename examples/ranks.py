@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from dataclasses import dataclass
 
 import torch
@@ -71,3 +72,12 @@ def alone() -> Ranks:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         sys.exit("--no-shard trains in one process; start it with python, not with torchrun")
     return Ranks(None, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def leave() -> None:
+    """Part from the other ranks, if there were any."""
+    if dist.is_initialized():
+        # gloo's threads need the interpreter to let go of the last tensors that they sent, and
+        # abort the process where it is already shutting down (pytorch/pytorch#179291).
+        time.sleep(0.1)
+        dist.destroy_process_group()

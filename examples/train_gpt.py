@@ -4,7 +4,7 @@
     python examples/train_gpt.py --no-shard
 
 The batch is global: each rank takes its slice, and the losses do not depend on how many ranks
-there are. The second command trains the plain model in one process, with the same losses.
+there are, up to rounding. The second command trains the plain model in one process.
 Ctrl-C saves and stops; --resume continues as if nothing had happened.
 """
 
@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -31,7 +30,7 @@ import checkpoints
 from corpus import load_corpus, random_windows, spread_windows
 from fsdp2 import MixedPrecisionPolicy, fully_shard, trace
 from gpt import GPT, GPTConfig
-from ranks import Ranks, alone, join
+from ranks import Ranks, alone, join, leave
 from report import Report, Row
 
 
@@ -227,14 +226,14 @@ def train(options: Options, ranks: Ranks) -> None:
 
 
 def main() -> None:
+    """Join the other ranks, train, and leave them."""
     options = parse_options()
     ranks = alone() if options.no_shard else join(options.mesh)
     if ranks is not None:
         if options.batch % ranks.size:
             sys.exit(f"--batch {options.batch} does not divide over {ranks.size} ranks")
         train(options, ranks)
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

@@ -92,13 +92,13 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the current backward ends. Private, though DDP has used it since 1.0."""
+    """Run ``callback`` when the current backward ends. Private; DDP has used it since 1.0."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
 def post_accumulate_hooks(param: Tensor) -> Sequence[Callable[[Tensor], None]]:
-    """The user's `register_post_accumulate_grad_hook` hooks; no public way to read them. Since 2.1."""
+    """The user's post-accumulate hooks, which nothing public can read. Since 2.1."""
     hooks = param._post_accumulate_grad_hooks
     return tuple(hooks.values()) if hooks else ()
 

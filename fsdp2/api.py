@@ -23,6 +23,8 @@ from fsdp2.sharded_param import find_params
 from fsdp2.tracing import Trace
 
 _classes: dict[type, type] = {}
+_NO_CASTS = MixedPrecisionPolicy()
+_NO_OFFLOAD = OffloadPolicy()
 
 
 @overload
@@ -59,8 +61,8 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
-    offload_policy: OffloadPolicy = OffloadPolicy(),
+    mp_policy: MixedPrecisionPolicy = _NO_CASTS,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> Any:

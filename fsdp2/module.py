@@ -51,7 +51,7 @@ class FSDPModule(_torch.FSDPModule):
         made.__init__(*args, **kwargs)
         return made
 
-    def _get_fsdp_state(self) -> State:
+    def _get_fsdp_state(self) -> State:  # type: ignore[override]
         return cast(State, state_of(cast(nn.Module, self)))
 
     def _states(self, recurse: bool = True) -> Iterator[State]:
@@ -68,7 +68,7 @@ class FSDPModule(_torch.FSDPModule):
 
     # Gather and free by hand
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # type: ignore[override]
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this module's own full parameters, not those of modules below.
 
         With ``async_op`` it returns at once with a handle; the module's forward waits too.

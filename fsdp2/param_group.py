@@ -45,6 +45,8 @@ class GroupState(Enum):
 class Step:
     """What happened to a group since the last backward ended. The schedule's notes."""
 
+    running: int = 0
+    """Forward calls of its modules under way."""
     ran: bool = False
     """A forward with gradients has used it: all ranks will reduce it."""
     open_calls: int = 0

@@ -39,6 +39,8 @@ class ReducedSection(NamedTuple):
     """Flat, in the reduce dtype."""
     missing: list[int]
     """Parameters without a gradient on this rank."""
+    held: list[Tensor]
+    """The full gradients: their memory must not be reused before all has been read."""
 
 
 class Reduction(Protocol):
@@ -100,7 +102,8 @@ class ExchangedReduction:
         # Behind this event the compute stream may reuse the memory of the full gradients.
         self._streams.compute_waits(self._reduced)
         self._sources = []
-        for section, result in zip(self._sections, self._results):
+        sections, self._sections = self._sections, []
+        for section, result in zip(sections, self._results):
             unused = self._unused(section) if section.missing else ()
             for view in section.plan.views:
                 if view.index not in unused:
@@ -290,7 +293,7 @@ class ReductionPlan:
             out = buffer.narrow(0, column.offset, chunk)
             sources.append(Source(full[column.slot.index].view(-1), chunk, out))
         sources.append(self._pack(plan, full, missing, buffer, wire))
-        return ReducedSection(plan, buffer, missing)
+        return ReducedSection(plan, buffer, missing, list(full.values()))
 
     def _pack(
         self,

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from enum import Enum
 
 from fsdp2 import _torch
-from fsdp2.param_group import GroupState, ParamGroup
+from fsdp2.param_group import GroupState, ParamGroup, Step
 from fsdp2.reduction import Reduction
 from fsdp2.streams import Streams
 from fsdp2.tracing import Trace
@@ -85,6 +85,8 @@ class Schedule:
         self.streams = streams
         self.limit = DEFAULT_LIMIT
         self.phase = Phase.IDLE
+        self._phase_around = Phase.IDLE
+        """What a backward interrupts: ``FORWARD`` where forward itself takes gradients."""
         self.is_last_backward = True
         self.backwards = 0
         """How many backwards have begun."""
@@ -134,6 +136,11 @@ class Schedule:
         if group in self._in_flight:
             self._in_flight.remove(group)
         group.step.in_backward = False
+
+    def _free_unless_running(self, group: ParamGroup) -> None:
+        """A backward inside a forward must not take away what that forward computes with."""
+        if not group.step.running:
+            self.free(group)
 
     def _prefetch(self, order: Order, explicit: list[ParamGroup] | None) -> None:
         if explicit is not None:
@@ -190,6 +197,7 @@ class Schedule:
             self.free(group)
 
     def enter_forward(self, group: ParamGroup, explicit: list[ParamGroup] | None) -> None:
+        group.step.running += 1
         if self.phase is Phase.FORWARD and group.params:
             self._check_same_order(group.channel)
             self._advance(self.forward_order, group)
@@ -222,6 +230,9 @@ class Schedule:
 
     def leave_forward(self, group: ParamGroup, needs_backward: bool, is_last_call: bool) -> None:
         """One of the group's modules has returned; ``is_last_call`` says that all of them have."""
+        group.step.running = max(0, group.step.running - 1)
+        if group.step.running:
+            return  # a module that calls itself
         group.hide()
         group.step.ran |= needs_backward
         if needs_backward and not group.waiting:
@@ -262,6 +273,7 @@ class Schedule:
         self._prefetch(self.backward_order, explicit)
 
     def _begin_backward(self) -> None:
+        self._phase_around = self.phase
         self.phase = Phase.BACKWARD
         self.backwards += 1
         _torch.call_at_end_of_backward(self.end_backward)
@@ -277,7 +289,7 @@ class Schedule:
         if not step.is_settled:
             self._settle(group)
         if group.switches.reshard_after_backward:
-            self.free(group)
+            self._free_unless_running(group)
             self._prefetch(self.backward_order, None)
 
     def gradients_complete(self, group: ParamGroup) -> None:
@@ -319,9 +331,9 @@ class Schedule:
         self._recomputed = None
         for group in self.groups:
             if group.switches.reshard_after_backward and group.state is not GroupState.SHARDED:
-                self.free(group)
+                self._free_unless_running(group)
             group.step.end_backward(self.is_last_backward)
-        self.phase = Phase.IDLE
+        self.phase = self._phase_around
 
     def _settle(self, group: ParamGroup) -> None:
         """Hand in the gradients of a group whose parameters were not all used.
@@ -346,6 +358,6 @@ class Schedule:
             group.hide()
             self.free(group)
             group.drop_gradients()
-            group.step.end_backward(is_last=True)
+            group.step = Step()
         self._in_flight.clear()
         self.phase = Phase.IDLE

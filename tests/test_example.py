@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import os
 import signal
 import socket
@@ -12,6 +13,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 STEPS = 150
@@ -79,9 +82,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 def test_loss_falls(uninterrupted: list[float]) -> None:
-    """Each step has its row, and the loss falls from that of a uniform guess, log 256 = 5.55."""
+    """Each step has its row, and the loss falls from that of a uniform guess."""
     assert len(uninterrupted) == STEPS
-    assert uninterrupted[0] == pytest.approx(5.55, abs=0.1)
+    assert uninterrupted[0] == pytest.approx(math.log(256), abs=0.1)
     assert sum(uninterrupted[-10:]) / 10 < 4
 
 

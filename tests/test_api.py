@@ -1,0 +1,370 @@
+"""The public face: names, signatures, types, and what `fully_shard` makes of a module."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import importlib.resources
+import inspect
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as theirs
+from harness import Ranks, distributed
+from models import Net, assert_idle, assert_same, assert_same_params, data_parallel, shard_blocks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import fsdp2
+from fsdp2 import fully_shard
+
+PUBLIC = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Trace",
+    "UnshardHandle",
+    "UsageError",
+    "__version__",
+    "explain",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "set_inflight_limit",
+    "trace",
+]
+
+
+def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
+    """Name, kind and default of every parameter."""
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def inherited(cls: type) -> list[str]:
+    """What a class gives to those that derive from it, beyond what every class has."""
+    bookkeeping = {"__annotations__", "__dict__", "__doc__", "__module__", "__weakref__"}
+    bookkeeping |= {"__firstlineno__", "__static_attributes__", "__annotate_func__"}
+    bookkeeping |= {"__annotations_cache__", "__abstractmethods__", "_abc_impl"}
+    names = {name for base in cls.__mro__[:-1] for name in vars(base)}
+    return sorted(names - bookkeeping)
+
+
+def sum_of_squares(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def two_layers() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+# ---- Names and signatures
+
+
+def test_all_is_what_users_get() -> None:
+    """`__all__`, `dir` and the attributes of the package agree; unknown names raise."""
+    assert fsdp2.__all__ == PUBLIC
+    assert dir(fsdp2) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(fsdp2, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'fully_shrad'"):
+        fsdp2.fully_shrad  # noqa: B018
+
+
+def test_metadata() -> None:
+    """The version is that of the installed package, and type checkers find `py.typed`."""
+    assert fsdp2.__version__ == importlib.metadata.version("fsdp2")
+    assert importlib.resources.files("fsdp2").joinpath("py.typed").is_file()
+
+
+def test_import_is_cheap() -> None:
+    """`import fsdp2` costs less than 50 ms once torch is there."""
+    script = (
+        "import time, torch; start = time.perf_counter(); import fsdp2; "
+        "print(time.perf_counter() - start)"
+    )
+    costs = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
+        )
+        costs.append(float(done.stdout))
+        if costs[-1] < 0.05:
+            return
+    pytest.fail(f"import fsdp2 took {costs} seconds")
+
+
+def test_functions_have_pytorchs_signatures() -> None:
+    """`fully_shard` and its companion: the same names, order, kinds and defaults."""
+    assert parameters_of(fully_shard) == parameters_of(theirs.fully_shard)
+    assert parameters_of(fsdp2.register_fsdp_forward_method) == parameters_of(
+        theirs.register_fsdp_forward_method
+    )
+
+
+def test_policies_are_pytorchs() -> None:
+    """A policy built with either library is one of both."""
+    assert fsdp2.MixedPrecisionPolicy is theirs.MixedPrecisionPolicy
+    assert fsdp2.OffloadPolicy is theirs.OffloadPolicy
+    assert fsdp2.CPUOffloadPolicy is theirs.CPUOffloadPolicy
+
+
+@pytest.mark.parametrize("name", ["FSDPModule", "UnshardHandle"])
+def test_nothing_is_inherited_from_pytorchs_engine(name: str) -> None:
+    """Every attribute of PyTorch's class is overridden: theirs would find no engine."""
+    ours, base = getattr(fsdp2, name), getattr(theirs, name)
+    assert issubclass(ours, base)
+    names = inherited(base)
+    assert names
+    assert [attribute for attribute in names if attribute not in vars(ours)] == []
+
+
+@distributed(2)
+def test_sharded_module_reaches_no_inherited_method(ranks: Ranks) -> None:
+    """The same holds for the class that a module ends up with, where `nn.Module` joins in."""
+    model = fully_shard(two_layers())
+    for name in inherited(theirs.FSDPModule):
+        provider = next(cls for cls in type(model).__mro__ if name in vars(cls))
+        assert provider is not theirs.FSDPModule, name
+    assert_idle(model)
+
+
+# ---- What happens to the module
+
+
+@distributed(2)
+def test_class_swap(ranks: Ranks) -> None:
+    """The module stays itself and gains `FSDP<Name>`, an instance of all three classes."""
+    model = two_layers()
+    names = [name for name, _ in model.named_parameters()]
+    assert fully_shard(model[0]) is model[0]
+    assert fully_shard(model) is model
+    assert type(model).__name__ == "FSDPSequential"
+    assert type(model[0]).__name__ == "FSDPLinear"
+    assert type(model[1]) is nn.Tanh
+    assert type(model[2]) is nn.Linear
+    for module, cls in ((model, nn.Sequential), (model[0], nn.Linear)):
+        assert isinstance(module, cls)
+        assert isinstance(module, fsdp2.FSDPModule)
+        assert isinstance(module, theirs.FSDPModule)
+    assert not isinstance(model[2], theirs.FSDPModule)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert type(fully_shard(nn.Linear(2, 2))) is type(model[0]), "one class for each class"
+    handle = model.unshard(async_op=True)
+    assert isinstance(handle, fsdp2.UnshardHandle)
+    assert isinstance(handle, theirs.UnshardHandle)
+    handle.wait()
+    model.reshard()
+    assert_idle(model)
+
+
+@distributed(2)
+def test_slice_of_a_sequential_is_plain(ranks: Ranks) -> None:
+    """`model[:2]` is an ordinary Sequential of the same modules, and computes."""
+    model = two_layers()
+    reference = two_layers()
+    for layer in (model[0], model[2]):
+        fully_shard(layer)
+    fully_shard(model)
+    front = model[:2]
+    assert type(front) is nn.Sequential
+    assert front[0] is model[0]
+    x = torch.randn(4, 3)
+    assert_same(front(x), reference[:2](x))
+    with torch.no_grad():
+        assert_same(model(x), reference(x))
+    model.reshard()
+    assert_idle(model)
+
+
+@distributed(2)
+def test_state_is_one_object_for_each_call(ranks: Ranks) -> None:
+    """`fully_shard.state` knows the modules of a call, and no others."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    assert fully_shard.state(model) is None
+    fully_shard(model[0])
+    fully_shard([model[1], model[2]])
+    fully_shard(model)
+    states = [fully_shard.state(module) for module in (model, model[0], model[1])]
+    assert None not in states
+    assert len(set(states)) == 3
+    assert fully_shard.state(model[2]) is fully_shard.state(model[1])
+    assert fully_shard.state(model[3]) is None
+    assert_idle(model)
+
+
+@distributed(2)
+def test_pytorchs_policies_are_accepted(ranks: Ranks) -> None:
+    """Policy objects that were built for PyTorch's `fully_shard` work here."""
+    policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = two_layers()
+    fully_shard(model, mp_policy=policy, offload_policy=theirs.OffloadPolicy())
+    output = model(torch.randn(4, 3))
+    assert output.dtype is torch.bfloat16
+    output.float().sum().backward()
+    assert all(param.grad.dtype is torch.float32 for param in model.parameters())
+    assert_idle(model)
+
+
+@distributed(2)
+def test_deepcopy_is_refused(ranks: Ranks) -> None:
+    """A copy would share buffers with the original; the error names the class."""
+    model = fully_shard(two_layers())
+    with pytest.raises(AssertionError, match="FSDP does not support deepcopy.*FSDPSequential"):
+        copy.deepcopy(model)
+    assert_idle(model)
+
+
+# ---- Containers and lists
+
+
+class Layers(nn.ModuleList):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
+class Branches(nn.ModuleDict):
+    def forward(self, x: Tensor) -> Tensor:
+        return self["left"](x) + self["right"](x)
+
+
+@distributed(2)
+def test_containers_with_a_forward(ranks: Ranks) -> None:
+    """Subclasses of ModuleList and ModuleDict that compute are modules like any other."""
+    torch.manual_seed(5)
+    plain = nn.Sequential(
+        Layers([nn.Linear(3, 4), nn.Linear(4, 3)]),
+        Branches({"left": nn.Linear(3, 2), "right": nn.Linear(3, 2)}),
+    )
+    model = copy.deepcopy(plain)
+    for container in model:
+        fully_shard(container)
+    fully_shard(model)
+    assert [type(m).__name__ for m in model] == ["FSDPLayers", "FSDPBranches"]
+    inputs = [torch.randn(4, 3) for _ in range(2)]
+    data_parallel(plain, inputs, sum_of_squares)
+    sum_of_squares(model, inputs[ranks.rank]).backward()
+    assert_same_params(model, plain)
+    assert_idle(model)
+
+
+class Stages(nn.Module):
+    """A body, then a norm and a head that form one group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 6)
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, use_head: bool = True) -> Tensor:
+        hidden = self.norm(self.body(x).tanh())
+        return self.head(hidden) if use_head else hidden
+
+
+def grouped_stages() -> tuple[Stages, Stages]:
+    torch.manual_seed(7)
+    plain = Stages()
+    model = copy.deepcopy(plain)
+    fully_shard(model.body)
+    fully_shard([model.norm, model.head])
+    fully_shard(model)
+    return model, plain
+
+
+@distributed(2)
+def test_list_is_one_group(ranks: Ranks) -> None:
+    """Modules of a list are gathered by the first and freed by the last of them."""
+    model, plain = grouped_stages()
+    inputs = [torch.randn(4, 3) for _ in range(2)]
+    seen = []
+    model.head.register_forward_pre_hook(
+        lambda head, args: seen.append(isinstance(model.norm.__dict__["weight"], nn.Parameter))
+    )
+    with fsdp2.trace(model) as events:
+        data_parallel(plain, inputs, sum_of_squares)
+        sum_of_squares(model, inputs[ranks.rank]).backward()
+    gathered = [event.group for event in events.events if event.name == "gather"]
+    assert gathered.count("norm, head") == 2, "once in forward, once in backward"
+    assert seen == [True], "the norm is still there when the head runs"
+    assert_same_params(model, plain)
+    assert_idle(model)
+
+
+def chunked_loss(model: Any, x: Tensor) -> None:
+    """The head runs by itself on pieces of what the rest computed."""
+    hidden = model(x, use_head=False)
+    cut = hidden.detach().requires_grad_()
+    for chunk in cut.chunk(2):
+        model.head(chunk).square().sum().backward()
+    hidden.backward(cut.grad)
+
+
+@distributed(2)
+def test_partial_forward_then_standalone(ranks: Ranks) -> None:
+    """Half of a listed group runs inside the model, the other half by itself afterwards."""
+    model, plain = grouped_stages()
+    inputs = [torch.randn(4, 3) for _ in range(2)]
+    for _ in range(2):
+        for each in inputs:
+            chunked_loss(plain, each)
+        chunked_loss(model, inputs[ranks.rank])
+        for name, param in model.named_parameters():
+            # The plain model adds chunk by chunk over both inputs: another order of sums.
+            mean = dict(plain.named_parameters())[name].grad / 2
+            torch.testing.assert_close(
+                param.grad.full_tensor(), mean, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: n + m
+            )
+    whole = [torch.randn(4, 3) for _ in range(2)]
+    model.zero_grad()
+    plain.zero_grad()
+    data_parallel(plain, whole, sum_of_squares)
+    sum_of_squares(model, whole[ranks.rank]).backward()
+    assert_same_params(model, plain)
+    assert_idle(model)
+
+
+@distributed(2)
+def test_ignored_parameters(ranks: Ranks) -> None:
+    """What is in `ignored_params` stays the plain tensor that it was, with its own gradient."""
+    model = two_layers()
+    ignored = model[0].weight
+    fully_shard(model, ignored_params={ignored})
+    x = torch.full((4, 3), float(ranks.rank + 1))
+    sum_of_squares(model, x).backward()
+    assert model[0].weight is ignored
+    assert not isinstance(ignored, DTensor)
+    reference = two_layers()
+    sum_of_squares(reference, x).backward()
+    assert_same(ignored.grad, reference[0].weight.grad)
+    assert isinstance(model[0].bias, DTensor)
+    assert_idle(model)
+
+
+@distributed(2)
+def test_inner_calls_own_their_parameters(ranks: Ranks) -> None:
+    """A call takes what no earlier call below it has taken."""
+    model = shard_blocks(Net())
+    groups = [fully_shard.state(m).group for m in (model, *model.blocks)]
+    rest = [param.name for param in groups[0].params]
+    assert rest == ["embedding.weight", "norm.weight", "norm.bias", "head.weight"]
+    assert [len(group.params) for group in groups] == [4, 6, 6]
+    assert_idle(model)
+
+
+@pytest.mark.parametrize("name", ["FSDPModule", "UnshardHandle"])
+def test_methods_have_pytorchs_signatures(name: str) -> None:
+    """Every method takes the same arguments, by the same names and with the same defaults."""
+    ours, base = getattr(fsdp2, name), getattr(theirs, name)
+    different = []
+    for method in inherited(base):
+        if method == "__init__" or not callable(getattr(base, method)):
+            continue  # handles are made by the library alone
+        if parameters_of(getattr(ours, method)) != parameters_of(getattr(base, method)):
+            different.append(method)
+    assert different == []

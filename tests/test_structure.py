@@ -1,0 +1,155 @@
+"""The rooms of the package: which file may import which, and what stays in one place."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fsdp2
+
+PACKAGE = Path(fsdp2.__file__).parent
+
+# From top to bottom: a file imports files below it only.
+ROOMS = [
+    "__init__",
+    "explain",
+    "api",
+    "module",
+    "optimizers",
+    "hooks",
+    "schedule",
+    "param_group",
+    "reduction",
+    "sharded_param",
+    "buffers",
+    "collectives",
+    "streams",
+    "layout",
+    "mesh",
+    "nested",
+    "policies",
+    "tracing",
+    "errors",
+    "_torch",
+]
+
+MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+
+
+def imported_rooms(tree: ast.Module) -> set[str]:
+    """Files of this package that a file names in its imports, wherever they stand."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            if node.module == "fsdp2":
+                found |= {alias.name for alias in node.names}
+            elif node.module and node.module.startswith("fsdp2."):
+                found.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+            found |= {parts[1] for parts in names if parts[0] == "fsdp2" and len(parts) > 1}
+    return found
+
+
+def private_symbols(tree: ast.Module) -> Iterator[str]:
+    """Private names of PyTorch's modules; `_foreach_*` ops have no public twin."""
+
+    def is_private(name: str) -> bool:
+        return name.startswith("_") and not name.startswith(("__", "_foreach_"))
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            path = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if any(is_private(part) for part in path):
+                yield ".".join(path)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                path = alias.name.split(".")
+                if path[0] == "torch" and any(is_private(part) for part in path):
+                    yield alias.name
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            dotted = ast.unparse(node)
+            if dotted.split(".")[0] in {"torch", "dist", "nn"} and "(" not in dotted:
+                yield dotted
+
+
+def imports_in_functions(tree: ast.Module) -> list[int]:
+    """The lines of imports that run later than the file's own import."""
+    return [
+        node.lineno
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+
+
+def test_every_file_has_its_place() -> None:
+    """The list above is the package's table of contents."""
+    assert sorted(ROOMS) == sorted(MODULES)
+
+
+@pytest.mark.parametrize("room", MODULES)
+def test_arrows_go_down(room: str) -> None:
+    """A file imports files below it and never above."""
+    if room == "__init__":
+        assert imported_rooms(MODULES[room]) <= set(ROOMS[1:])
+        return
+    below = set(ROOMS[ROOMS.index(room) + 1 :])
+    assert imported_rooms(MODULES[room]) - below == set()
+
+
+@pytest.mark.parametrize("room", sorted(set(MODULES) - {"_torch"}))
+def test_private_pytorch_stays_in_one_file(room: str) -> None:
+    """What may change with a PyTorch release is in `_torch.py`."""
+    assert list(private_symbols(MODULES[room])) == []
+
+
+def test_private_symbols_are_found() -> None:
+    """The search above does find them where they are, and in every way of writing them."""
+    assert len(list(private_symbols(MODULES["_torch"]))) >= 3
+    written = """
+import torch.distributed._composable
+from torch.utils import _pytree
+from torch._C import _x
+torch.autograd.Variable._execution_engine.queue_callback(f)
+dist.distributed_c10d._get_default_group()
+torch._foreach_copy_(a, b)
+torch.__version__
+tensor._base
+"""
+    assert sorted(private_symbols(ast.parse(written))) == [
+        "dist.distributed_c10d._get_default_group",
+        "torch._C._x",
+        "torch.autograd.Variable._execution_engine",
+        "torch.distributed._composable",
+        "torch.utils._pytree",
+    ]
+
+
+@pytest.mark.parametrize("room", sorted(set(MODULES) - {"__init__"}))
+def test_no_import_inside_functions(room: str) -> None:
+    """No circle is hidden by importing late; the package's lazy names are the one exception."""
+    assert imports_in_functions(MODULES[room]) == []
+
+
+@pytest.mark.parametrize("room", MODULES)
+def test_engine_of_pytorch_is_not_used(room: str) -> None:
+    """From `torch.distributed.fsdp` come the public types, in `_torch` alone."""
+    for node in ast.walk(MODULES[room]):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "torch.distributed.fsdp"
+        ):
+            assert room == "_torch"
+            assert node.module == "torch.distributed.fsdp"
+            assert "fully_shard" not in {alias.name for alias in node.names}
+
+
+@pytest.mark.parametrize("room", MODULES)
+def test_files_are_readable_in_one_sitting(room: str) -> None:
+    """More than 400 lines are a sign of two rooms in one."""
+    assert len((PACKAGE / f"{room}.py").read_text().splitlines()) <= 400
