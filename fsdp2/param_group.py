@@ -22,7 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fsdp2 import _torch
+from fsdp2.attributes import Attributes
 from fsdp2.buffers import FullBuffer, ShardBuffer
 from fsdp2.collectives import Pending, Transport, choose_transport
 from fsdp2.layout import GroupLayout, ParamSpec, Path, Section, Slot, plan_group
@@ -97,17 +97,7 @@ class ParamGroup:
         self.trainable: tuple[int, ...] = ()
         """As of the last gather."""
         self._are_trainable: list[bool] = []
-        self._entries = [
-            (place.module._parameters, place.module.__dict__, place.attribute, param)
-            for param in params
-            for place in param.places
-        ]
-        self._flat_weights = [
-            (place.module, place.attribute, param)
-            for param in params
-            for place in param.places
-            if _torch.uses_flat_weights(place.module)
-        ]
+        self.attributes = Attributes(params)
         self._full: FullBuffer | None = None
         self._gather: Pending | None = None
         self._arrived: torch.Event | None = None
@@ -128,6 +118,8 @@ class ParamGroup:
             for section, slot in self._slots():
                 self.params[slot.index].bind(self.shards.local(section, slot))
         self._full = None
+        for param in self.params:
+            param.full = None
         self._plans.clear()
 
     def _spec(self, param: ShardedParam) -> ParamSpec:
@@ -161,13 +153,8 @@ class ParamGroup:
 
     def refresh(self) -> None:
         """Adopt what users put in the place of our parameters since the last gather."""
-        for table, _, attribute, param in self._entries:
-            is_ours = table[attribute] is param.shard
-            if not is_ours or _torch.local_of(param.shard) is not param.local:
-                break
-        else:
-            return
-        self._adopt_moved()
+        if not self.attributes.are_ours():
+            self._adopt_moved()
 
     def _adopt_moved(self) -> None:
         self.free()
@@ -210,7 +197,7 @@ class ParamGroup:
         self.state = GroupState.ARRIVING
         if not self.params:
             return
-        if self.params[0].full is None or self._full is None and not self.aliases_shards:
+        if self.params[0].full is None:
             self._full = self._make_full()
         self._follow_shards()
         buffer = self._full
@@ -218,7 +205,8 @@ class ParamGroup:
             return
         with streams.gathering():
             buffer.allocate()
-            torch._foreach_copy_(buffer.own, buffer.own_sources)
+            if buffer.own:
+                torch._foreach_copy_(buffer.own, buffer.own_sources)
             if buffer.blocks and self.transport is not None:
                 self._gather = self._plan.start(self.channel)
             if streams.runs_ahead:
@@ -242,7 +230,7 @@ class ParamGroup:
             streams.compute_waits(self._arrived)
             self._arrived = None
         self.state = GroupState.FULL
-        self._attach()
+        self.attributes.attach()
 
     def _follow_shards(self) -> None:
         """Let the full parameters follow the shards: frozen or not, and changed or not.
@@ -270,9 +258,8 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """Whether a shard was written to or replaced after it had been gathered."""
-        return self._versions != [param.shard._version for param in self.params] or any(
-            param.has_moved for param in self.params
-        )
+        versions = [param.shard._version for param in self.params]
+        return versions != self._versions or not self.attributes.are_ours()
 
     def free(self) -> None:
         """Give the full parameters' memory back: to ``SHARDED``, from any state."""
@@ -280,36 +267,11 @@ class ParamGroup:
             self._gather.wait()
             self._gather = None
         if self.state is GroupState.FULL:
-            self._detach()
+            self.attributes.detach()
         self._arrived = None
         self.state = GroupState.SHARDED
         if self._full is not None:
             self._full.free()
-
-    # What the modules see
-
-    def show(self) -> None:
-        """In forward the modules' own tables hold the full parameters."""
-        for table, _, attribute, param in self._entries:
-            table[attribute] = param.full
-
-    def hide(self) -> None:
-        for table, _, attribute, param in self._entries:
-            table[attribute] = param.shard
-
-    def _attach(self) -> None:
-        """Make the attributes the full parameters; ``parameters()`` goes on giving the shards."""
-        for _, attributes, attribute, param in self._entries:
-            attributes[attribute] = param.full
-        for module, attribute, param in self._flat_weights:
-            assert param.full is not None
-            _torch.set_flat_weight(module, attribute, param.full)
-
-    def _detach(self) -> None:
-        for _, attributes, attribute, _ in self._entries:
-            attributes.pop(attribute, None)
-        for module, attribute, param in self._flat_weights:
-            _torch.set_flat_weight(module, attribute, param.shard)
 
     # Gradients
 

@@ -203,10 +203,11 @@ class Schedule:
             self._advance(self.forward_order, group)
         if self.phase is Phase.BACKWARD and self._recomputed not in (None, group):
             self._free_recomputed()
-        if group.state is GroupState.FULL and not group.step.in_backward and group.is_stale:
+        is_kept = group.state is not GroupState.SHARDED and group.step.running == 1
+        if is_kept and not group.step.in_backward and group.is_stale:
             self.free(group)
         self.make_full(group)
-        group.show()
+        group.attributes.show()
         if self.phase is Phase.FORWARD:
             self._prefetch(self.forward_order, explicit)
         self._note("forward", group)
@@ -233,7 +234,7 @@ class Schedule:
         group.step.running = max(0, group.step.running - 1)
         if group.step.running:
             return  # a module that calls itself
-        group.hide()
+        group.attributes.hide()
         group.step.ran |= needs_backward
         if needs_backward and not group.waiting:
             group.expect_gradients()
@@ -308,26 +309,30 @@ class Schedule:
             group.keep_gradients()
 
     def _start_reduce(self, group: ParamGroup) -> None:
-        # One at a time: a reduction under way holds its group's full gradients.
-        self._finish_reductions()
-        self._note("reduce", group)
-        self._reductions.append((group, group.start_reduce(self.streams)))
+        """Issue this reduction, then sum the one before it while the bytes of this one travel.
 
-    def _finish_reductions(self) -> None:
-        for group, reduction in self._reductions:
+        One at a time stays under way, since it holds its group's full gradients.
+        """
+        self._note("reduce", group)
+        earlier, self._reductions = self._reductions, []
+        self._reductions.append((group, group.start_reduce(self.streams)))
+        self._finish(earlier)
+
+    def _finish(self, reductions: list[tuple[ParamGroup, Reduction]]) -> None:
+        for group, reduction in reductions:
             if self.trace is None:
                 reduction.finish()
             else:
                 with self.trace.waiting("reduced", group.name):
                     reduction.finish()
-        self._reductions.clear()
 
     def end_backward(self) -> None:
         """Called by autograd when it has no more to do."""
         for group in self.groups:
             self._settle(group)
         if self.is_last_backward:
-            self._finish_reductions()
+            self._finish(self._reductions)
+            self._reductions = []
         self._recomputed = None
         for group in self.groups:
             if group.switches.reshard_after_backward and group.state is not GroupState.SHARDED:
@@ -355,7 +360,7 @@ class Schedule:
         self._reductions.clear()
         self._recomputed = None
         for group in self.groups:
-            group.hide()
+            group.attributes.hide()
             self.free(group)
             group.drop_gradients()
             group.step = Step()

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
-from harness import Ranks, distributed
-from models import Net, assert_idle, assert_same, assert_same_params, data_parallel, shard_blocks
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import fsdp2
 from fsdp2 import fully_shard
+from harness import Ranks, distributed
+from models import Net, assert_idle, assert_same, assert_same_params, data_parallel, shard_blocks
 
 PUBLIC = [
     "CPUOffloadPolicy",
@@ -169,13 +169,13 @@ def test_slice_of_a_sequential_is_plain(ranks: Ranks) -> None:
     for layer in (model[0], model[2]):
         fully_shard(layer)
     fully_shard(model)
-    front = model[:2]
-    assert type(front) is nn.Sequential
-    assert front[0] is model[0]
     x = torch.randn(4, 3)
-    assert_same(front(x), reference[:2](x))
     with torch.no_grad():
         assert_same(model(x), reference(x))
+        front = model[:2]
+        assert type(front) is nn.Sequential
+        assert front[0] is model[0]
+        assert_same(front(x), reference[:2](x))
     model.reshard()
     assert_idle(model)
 
@@ -368,3 +368,18 @@ def test_methods_have_pytorchs_signatures(name: str) -> None:
         if parameters_of(getattr(ours, method)) != parameters_of(getattr(base, method)):
             different.append(method)
     assert different == []
+
+
+@distributed(2)
+def test_former_root_is_freed_inside_another(ranks: Ranks) -> None:
+    """A module that ran by itself first is, inside a root, freed after forward like any other."""
+    model = two_layers()
+    fully_shard(model[0])
+    fully_shard(model)
+    x = torch.randn(4, 3)
+    model[0](x).sum().backward()
+    output = model(x)
+    assert isinstance(model[0].weight, DTensor), "not kept: it is the root no longer"
+    assert not isinstance(model[2].weight, DTensor)
+    output.sum().backward()
+    assert_idle(model)

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from harness import Ranks, distributed
-from models import Net, assert_idle, next_token_loss, shard_blocks, token_batches
 from torch import Tensor, nn
 from torch.distributed.fsdp import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fsdp2
 from fsdp2 import fully_shard
+from harness import Ranks, distributed
+from models import Net, assert_idle, next_token_loss, shard_blocks, token_batches
 
 
 class Case(NamedTuple):

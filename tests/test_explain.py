@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from expecttest import TestCase
-from harness import Ranks, distributed, run
-from models import assert_idle
 from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from harness import Ranks, distributed, run
+from models import assert_idle
 
 
 class Mixed(nn.Module):
@@ -18,8 +18,8 @@ class Mixed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Linear(4, 5)
-        self.large = nn.Linear(5, 9000, bias=False)
-        self.frozen = nn.Linear(9000, 1, bias=False, dtype=torch.float64).requires_grad_(False)
+        self.large = nn.Linear(5, 12001, bias=False)
+        self.frozen = nn.Linear(12001, 1, bias=False, dtype=torch.float64).requires_grad_(False)
         self.scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,17 +59,46 @@ class TestText(TestCase):
         """Every rank explains alike, with full names from the first forward on."""
         texts = run(explanations, 3)
         assert texts == [texts[0]] * 3
-        self.assertExpectedInline(texts[0][1], """""")
+        self.assertExpectedInline(
+            texts[0][1],
+            """\
+root: 3 parameters over 3 ranks, kept after forward
+  shard 176,064 B, full 624,128 B, padding 192,056 B (36.4%), pairwise messages, limit 3 in flight
+  scale (), rows 1/1/1, torch.float32 -> torch.float32 -> torch.float32
+    gather: replicated: it has no rows, so every rank keeps it
+    reduction: packed: exchanged in torch.float32, summed in torch.float32, its gradient goes to every rank
+  large.weight (12001, 5), rows 4001/4001/3999, torch.float32 -> torch.float32 -> torch.float32
+    gather: direct: its shard has 65,536 B or more
+    reduction: direct: exchanged in torch.float32, summed in torch.float32, read where autograd left the gradient
+  frozen.weight (1, 12001), rows 1/0/0, torch.float64 -> torch.float64 -> frozen
+    gather: packed: its shard is below 65,536 B; a message costs about as much as 64 KiB on the wire
+    reduction: none: it is frozen
+body: 2 parameters over 3 ranks, freed after forward
+  shard 48 B, full 128 B, padding 20 B (13.9%), pairwise messages, limit 3 in flight
+  body.weight (5, 4), rows 2/2/1, torch.float32 -> torch.bfloat16 -> torch.float32
+    gather: packed after a cast: its shard is below 65,536 B; a message costs about as much as 64 KiB on the wire
+    reduction: packed: exchanged in torch.bfloat16, summed in torch.float32, small like its shard
+  body.bias (5,), rows 2/2/1, torch.float32 -> torch.bfloat16 -> torch.float32
+    gather: packed after a cast: its shard is below 65,536 B; a message costs about as much as 64 KiB on the wire
+    reduction: packed: exchanged in torch.bfloat16, summed in torch.float32, small like its shard""",  # noqa: E501
+        )
 
     def test_before_the_first_forward(self) -> None:
         """The root is not known yet: names are types."""
         before, _ = run(explanations, 2)[0]
         headings = "\n".join(line for line in before.splitlines() if line[0] != " ")
-        self.assertExpectedInline(headings, """""")
+        self.assertExpectedInline(
+            headings,
+            """\
+Mixed: 3 parameters over 2 ranks, freed after forward
+Linear: 2 parameters over 2 ranks, freed after forward""",
+        )
 
     def test_one_rank(self) -> None:
         """Nothing is communicated and nothing copied."""
-        self.assertExpectedInline(run(alone, 1)[0], """\
+        self.assertExpectedInline(
+            run(alone, 1)[0],
+            """\
 Linear: 2 parameters over 1 ranks, kept after forward
   shard 48 B, full 0 B, padding 0 B (0.0%), no communication, limit 2 in flight
   weight (2, 3), rows 2, torch.float32 -> torch.float32 -> torch.float32
@@ -77,7 +106,8 @@ Linear: 2 parameters over 1 ranks, kept after forward
     reduction: none: one rank
   bias (2,), rows 2, torch.float32 -> torch.float32 -> torch.float32
     gather: none: one rank, the full parameter is the shard
-    reduction: none: one rank""")
+    reduction: none: one rank""",
+        )
 
 
 @distributed(3)

@@ -31,9 +31,7 @@ def freeze(model: nn.Module, is_frozen: Callable[[str], bool]) -> None:
         param.requires_grad_(not is_frozen(name))
 
 
-def step_and_compare(
-    ranks: Ranks, model: Any, reference: nn.Module, inputs: list[Tensor]
-) -> None:
+def step_and_compare(ranks: Ranks, model: Any, reference: nn.Module, inputs: list[Tensor]) -> None:
     """One step of plain SGD on both; losses, gradients and values are equal bit by bit."""
     loss = next_token_loss(model, inputs[ranks.rank])
     loss.backward()

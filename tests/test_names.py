@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.fsdp as theirs
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.parametrizations import weight_norm
+
+from fsdp2 import MixedPrecisionPolicy, fully_shard
 from harness import Ranks, distributed
 from models import (
     Net,
@@ -21,11 +26,6 @@ from models import (
     shard_blocks,
     token_batches,
 )
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.utils.parametrizations import weight_norm
-
-from fsdp2 import MixedPrecisionPolicy, fully_shard
 
 
 def pair(**options: Any) -> tuple[Any, Net]:
@@ -153,9 +153,7 @@ def test_optimizer_built_after_an_eval_forward(ranks: Ranks) -> None:
 
 @distributed(2)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_eval_forward_then_step_uses_the_new_weights(
-    ranks: Ranks, mode: Callable[[], Any]
-) -> None:
+def test_eval_forward_then_step_uses_the_new_weights(ranks: Ranks, mode: Callable[[], Any]) -> None:
     """What evaluation left gathered is stale after the optimizer's step, and gathered again."""
     model, plain = pair(reshard_after_forward=False)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in (model, plain)]
@@ -221,7 +219,7 @@ def test_inside_forward_parameters_are_full(ranks: Ranks) -> None:
     output = model(torch.randn(4, 4))
     seen = model[0].seen
     assert [name for name, _ in seen] == list(expected)
-    for name, param in seen:
+    for _, param in seen:
         assert isinstance(param, nn.Parameter)
         assert not isinstance(param, DTensor)
         assert param.requires_grad
@@ -296,9 +294,7 @@ SPECIAL: dict[str, Callable[[], nn.Module]] = {
 @distributed(2)
 @pytest.mark.parametrize("kind", SPECIAL)
 @pytest.mark.parametrize("reshard", [True, False])
-def test_special_modules_train_like_the_plain_ones(
-    ranks: Ranks, kind: str, reshard: bool
-) -> None:
+def test_special_modules_train_like_the_plain_ones(ranks: Ranks, kind: str, reshard: bool) -> None:
     """Values and gradients are equal to the plain module's bit by bit over three steps."""
     torch.manual_seed(4)
     plain = SPECIAL[kind]()

@@ -164,9 +164,7 @@ def expanded() -> nn.Parameter:
 
 @distributed(1, 2, 3)
 @pytest.mark.parametrize("make", [transposed, channels_last, strided, expanded])
-def test_non_contiguous_parameters_train(
-    ranks: Ranks, make: Callable[[], nn.Parameter]
-) -> None:
+def test_non_contiguous_parameters_train(ranks: Ranks, make: Callable[[], nn.Parameter]) -> None:
     """PyTorch refuses them; here the shard is contiguous and the values and gradients are equal."""
     original = make()
     assert not original.is_contiguous()

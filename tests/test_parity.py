@@ -116,9 +116,7 @@ def test_training_equals_the_whole_batch(ranks: Ranks, name: str) -> None:
 @distributed(2)
 @pytest.mark.parametrize("reshard", [None, True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_equals_pytorchs_bit_by_bit(
-    ranks: Ranks, name: str, reshard: bool | None
-) -> None:
+def test_training_equals_pytorchs_bit_by_bit(ranks: Ranks, name: str, reshard: bool | None) -> None:
     """On 2 ranks losses, gradients and parameters of 6 fp32 steps are PyTorch's FSDP2's."""
     plain = Net()
     ours = shard_blocks(copy.deepcopy(plain), reshard_after_forward=reshard)

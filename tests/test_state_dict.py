@@ -11,17 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import Ranks, distributed
-from models import (
-    Net,
-    assert_idle,
-    assert_same,
-    assert_same_params,
-    data_parallel,
-    next_token_loss,
-    shard_blocks,
-    token_batches,
-)
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,6 +22,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard
+from harness import Ranks, distributed
+from models import (
+    Net,
+    assert_idle,
+    assert_same,
+    assert_same_params,
+    data_parallel,
+    next_token_loss,
+    shard_blocks,
+    token_batches,
+)
 
 
 def plain_net(seed: int) -> Net:
@@ -317,6 +317,7 @@ def test_to_float64(ranks: Ranks, after_a_step: bool, reshard: bool) -> None:
         model.zero_grad()
     model.to(torch.float64)
     plain.to(torch.float64)
+    assert_idle(model)  # a full parameter that was kept would be of the old dtype
     assert_same_params(model, plain)
     batches = token_batches(2, 2)
     for batch in batches:
