@@ -70,7 +70,7 @@ class Transport(Protocol):
         """Whether a gradient may be reduced from where autograd left it."""
         ...
 
-    def describe_reduction(self, gradient: object, reduced: object) -> str:
+    def describe_reduction(self, wire: object, reduced: object) -> str:
         """In words, for ``explain``."""
         ...
 
@@ -119,8 +119,8 @@ class Pairwise:
     def can_reduce_direct(self, divides: bool, gradient: torch.dtype, reduced: torch.dtype) -> bool:
         return True
 
-    def describe_reduction(self, gradient: object, reduced: object) -> str:
-        return f"exchanged in {gradient}, summed in {reduced}"
+    def describe_reduction(self, wire: object, reduced: object) -> str:
+        return f"exchanged in {wire}, summed in {reduced}"
 
     def send(self, piece: Tensor, peer: int, tag: int) -> dist.Work:
         return self.group.send([piece], peer, tag)
@@ -277,10 +277,10 @@ class Grouped:
     def can_reduce_direct(self, divides: bool, gradient: torch.dtype, reduced: torch.dtype) -> bool:
         return divides and gradient == reduced
 
-    def describe_reduction(self, gradient: object, reduced: object) -> str:
-        if gradient == reduced:
+    def describe_reduction(self, wire: object, reduced: object) -> str:
+        if wire == reduced:
             return f"reduce-scatter in {reduced}"
-        return f"all-to-all in {gradient}, summed in {reduced}"
+        return f"all-to-all in {wire}, summed in {reduced}"
 
     def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
         sums = [s for s in sources if s.flat.dtype == s.out.dtype]

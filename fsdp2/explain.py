@@ -148,7 +148,7 @@ def _reduction_reason(group: ParamGroup, section: Section, slot: Slot) -> str:
         return "none: one rank"
     plan = group.reduction_plan((slot.index,))
     [column] = plan.sections[0].gradients.columns
-    how = transport.describe_reduction(section.compute, plan.sections[0].reduced)
+    how = transport.describe_reduction(plan.sections[0].wire, plan.sections[0].reduced)
     if column.path is Path.DIRECT:
         return f"direct: {how}, read where autograd left the gradient"
     if column.path is Path.REPLICATED:

@@ -54,7 +54,7 @@ class State:
 
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Args:
         schedule = self.schedule or start_root(self)
-        if self.is_root:
+        if self.is_root and not self.group.step.running:
             schedule.begin_forward(f"{type(module).__name__} (root)")
             self._outer_exception = sys.exc_info()[1]
         args, kwargs = self._cast_inputs(args, kwargs)
@@ -119,7 +119,7 @@ class State:
         if is_last_call:
             self._not_called = set(self.modules)
         schedule.leave_forward(self.group, needs_backward, is_last_call)
-        if self.is_root:
+        if self.is_root and not self.group.step.running:
             failed = output is None and sys.exc_info()[1] is not self._outer_exception
             schedule.end_forward(failed)
             self._outer_exception = None
@@ -236,8 +236,8 @@ def start_root(state: State) -> Schedule:
     for module in state.modules:
         states |= dict.fromkeys(states_below(module))
     members = list(states)
-    _refuse_meta(members)
     _name_groups(state.modules[0], members)
+    _refuse_meta(members)
     schedule = Schedule([member.group for member in members], streams_of(state.group.mesh.device))
     for member in members:
         previous = member.schedule
@@ -265,7 +265,10 @@ def _name_groups(root: nn.Module, members: list[State]) -> None:
 
 def _refuse_meta(members: list[State]) -> None:
     on_meta = [
-        param.name for m in members for param in m.group.params if param.shard.device.type == "meta"
+        param.name
+        for member in members
+        for param in member.group.params
+        if param.registered is not None and param.registered.device.type == "meta"
     ]
     if on_meta:
         raise RuntimeError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import signature
 from typing import Any, NoReturn, cast
 
 from torch import nn
@@ -30,6 +31,9 @@ def _not_built(name: str) -> Callable[..., NoReturn]:
     def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
         raise NotImplementedError(f"FSDPModule.{name} is not built yet")
 
+    theirs = getattr(_torch.FSDPModule, name, None)
+    if theirs is not None:
+        refuse.__signature__ = signature(theirs)  # type: ignore[attr-defined]
     refuse.__name__ = name
     refuse.__doc__ = "Not built yet: raises ``NotImplementedError``."
     return refuse

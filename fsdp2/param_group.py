@@ -180,6 +180,7 @@ class ParamGroup:
                 )
                 full = self.params[slot.index].make_full(view)
                 if view.is_floating_point() or view.is_complex():
+                    full.requires_grad_(True)  # a frozen one may thaw; set right at the gather
                     full.register_post_accumulate_grad_hook(partial(self._on_gradient, slot.index))
         if buffer is not None:
             buffer.free()
@@ -199,7 +200,8 @@ class ParamGroup:
             return
         if self.params[0].full is None:
             self._full = self._make_full()
-        self._follow_shards()
+        self._follow_versions()
+        self.follow_trainable()
         buffer = self._full
         if buffer is None:
             return
@@ -232,8 +234,8 @@ class ParamGroup:
         self.state = GroupState.FULL
         self.attributes.attach()
 
-    def _follow_shards(self) -> None:
-        """Let the full parameters follow the shards: frozen or not, and changed or not.
+    def _follow_versions(self) -> None:
+        """Note which shards changed since the last gather.
 
         A shard that was written to since the last gather counts as an in-place change of
         the full parameter, so that autograd refuses a backward through its old value.
@@ -247,6 +249,9 @@ class ParamGroup:
             ]
             torch.autograd.graph.increment_version(changed)
             self._versions = versions
+
+    def follow_trainable(self) -> None:
+        """A shard that was frozen or thawed makes its full parameter so."""
         flags = [param.shard.requires_grad for param in self.params]
         if flags != self._are_trainable:
             for param, flag in zip(self.params, flags):

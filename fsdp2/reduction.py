@@ -135,6 +135,8 @@ class SectionPlan(NamedTuple):
     storage: torch.dtype
     compute: torch.dtype
     reduced: torch.dtype
+    wire: torch.dtype
+    """The narrower of gradient and reduce dtype: a sum in a wider one loses nothing by it."""
     direct: list[GradientColumn]
     packed: list[GradientColumn]
     views: list[GradientView]
@@ -182,6 +184,7 @@ class ReductionPlan:
             storage=storage,
             compute=compute,
             reduced=reduced,
+            wire=compute if compute.itemsize < reduced.itemsize else reduced,
             direct=[c for c in gradients.by_path(Path.DIRECT) if c.slot.rows.numel],
             packed=[
                 c for c in gradients.by_path(Path.PACKED, Path.REPLICATED) if c.slot.rows.numel
@@ -274,7 +277,7 @@ class ReductionPlan:
         self, plan: SectionPlan, sources: list[Source], is_accumulating: bool
     ) -> ReducedSection:
         """Make the gradient buffer of one section, and of its gradients what goes into it."""
-        wire = plan.reduced if is_accumulating else plan.compute
+        wire = plan.reduced if is_accumulating else plan.wire
         missing: list[int] = []
         full: dict[int, Tensor] = {}
         for column in plan.gradients.columns:

@@ -204,13 +204,20 @@ class Schedule:
         if self.phase is Phase.BACKWARD and self._recomputed not in (None, group):
             self._free_recomputed()
         is_kept = group.state is not GroupState.SHARDED and group.step.running == 1
-        if is_kept and not group.step.in_backward and group.is_stale:
-            self.free(group)
+        if is_kept and not group.step.in_backward:
+            self._renew(group)
         self.make_full(group)
         group.attributes.show()
         if self.phase is Phase.FORWARD:
             self._prefetch(self.forward_order, explicit)
         self._note("forward", group)
+
+    def _renew(self, group: ParamGroup) -> None:
+        """A group was kept since an earlier forward, and its shards may have changed meanwhile."""
+        if group.is_stale:
+            self.free(group)
+        elif group.params:
+            group.follow_trainable()
 
     def _check_same_order(self, channel: int) -> None:
         """In the first pass, compare with all ranks what each is about to gather.
@@ -347,10 +354,12 @@ class Schedule:
         group takes part in the reduction all the same.
         """
         step = group.step
-        is_due = group.is_accumulating or (
-            step.ran and not step.is_settled and bool(group.trainable)
-        )
-        is_due = is_due and group.switches.reduces_gradients and self.is_last_backward
+        if group.switches.reduces_gradients:
+            is_unused = step.ran and not step.is_settled and bool(group.trainable)
+            is_due = self.is_last_backward and (is_unused or group.is_accumulating)
+        else:
+            # Also without a gradient: all ranks agree on whether they accumulate.
+            is_due = step.ran
         if group.has_new_gradients or is_due:
             self._hand_in(group)
         group.waiting = set()

@@ -84,16 +84,19 @@ class ShardedParam:
         self.local = local
 
     @property
+    def registered(self) -> nn.Parameter | None:
+        """What the module's table holds now: the shard, unless the user replaced it."""
+        module, attribute, _ = self.places[0]
+        return module._parameters.get(attribute)
+
+    @property
     def has_moved(self) -> bool:
         """Whether the user registered another parameter or gave this one another tensor."""
-        module, attribute, _ = self.places[0]
-        registered = module._parameters.get(attribute)
-        return registered is not self.shard or _torch.local_of(self.shard) is not self.local
+        return self.registered is not self.shard or _torch.local_of(self.shard) is not self.local
 
     def adopt(self) -> None:
         """Take over what the user put in this parameter's place."""
-        module, attribute, _ = self.places[0]
-        registered = module._parameters.get(attribute)
+        registered = self.registered
         if not isinstance(registered, _torch.DTensor):
             raise UsageError(
                 f"parameter '{self.name}' was replaced after fully_shard by "

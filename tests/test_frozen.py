@@ -57,7 +57,7 @@ PATTERNS: dict[str, Callable[[str], bool]] = {
 }
 
 
-@distributed(1, 2, 3)
+@distributed(1, 3)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_frozen_parameters(ranks: Ranks, pattern: str) -> None:
     """Frozen parts of groups and whole frozen groups: what trains does so as in one process."""

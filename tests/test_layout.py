@@ -165,8 +165,8 @@ def shard_span(section: Section, slot: Slot) -> tuple[int, int]:
 def full_span(section: Section, slot: Slot, world_size: int) -> tuple[int, int]:
     itemsize = dtype_of(section.compute).itemsize
     start = section.full_start_nbytes + slot.full_offset * itemsize
-    ranks = 1 if slot.rows.is_scalar else world_size
-    return start, start + ranks * slot.rows.chunk_numel * itemsize
+    copies = {Path.DIRECT: world_size, Path.PACKED: section.packed_ranks, Path.REPLICATED: 1}
+    return start, start + copies[slot.path] * slot.rows.chunk_numel * itemsize
 
 
 @holds_for(groups())
@@ -191,6 +191,21 @@ def test_full_parameters_and_staging_lie_apart_and_inside(
         staged = layout.world_size * section.packed_numel * itemsize
         spans.append((start, start + staged))
     assert_apart(spans, layout.full_nbytes)
+
+
+@holds_for(groups())
+def test_all_real_rows_are_copied_out(group: tuple[list[ParamSpec], GroupLayout]) -> None:
+    """The first `packed_ranks` rows of a staging block hold every rank's rows that are real."""
+    _, layout = group
+    for section in layout.sections:
+        ranks_with_rows = [
+            sum(slot.rows.local_shape(rank)[0] > 0 for rank in range(layout.world_size))
+            for slot in section.by_path(Path.PACKED)
+        ]
+        assert section.packed_ranks == max(ranks_with_rows, default=0)
+        for slot in section.slots:
+            start, stop = full_span(section, slot, layout.world_size)
+            assert slot.rows.numel * dtype_of(section.compute).itemsize <= stop - start
 
 
 @holds_for(groups())

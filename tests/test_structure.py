@@ -23,6 +23,8 @@ ROOMS = [
     "schedule",
     "param_group",
     "reduction",
+    "attributes",
+    "attributes",
     "sharded_param",
     "buffers",
     "collectives",
