@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -159,14 +159,3 @@ def reduce_scatter_grouped(
 
 def all_to_all_into(group: dist.ProcessGroup, out: Tensor, source: Tensor) -> dist.Work:
     return _either(group, "all_to_all_single", "alltoall_base")(out, source, [], [])
-
-
-def uses_flat_weights(module: nn.Module) -> bool:
-    """RNNs read a private list of their weights instead of the attributes. Since 1.0."""
-    return isinstance(module, nn.RNNBase)
-
-
-def set_flat_weight(module: nn.Module, name: str, value: Tensor) -> None:
-    names = cast(list[str], module._flat_weights_names)
-    if name in names:
-        cast(list[Tensor], module._flat_weights)[names.index(name)] = value

@@ -40,13 +40,6 @@ class Attributes:
             for param in params
             for place in param.places
         ]
-        # Recurrent modules keep a list of their weights besides the attributes.
-        self._flat_weights = [
-            (place.module, place.attribute, param)
-            for param in params
-            for place in param.places
-            if _torch.uses_flat_weights(place.module)
-        ]
 
     def are_ours(self) -> bool:
         """Whether every place holds the shard that we put there, over our own rows."""
@@ -61,16 +54,11 @@ class Attributes:
         """The full parameters can be read: they become the attributes."""
         for _, namespace, name, param in self._entries:
             namespace[name] = param.full
-        for module, name, param in self._flat_weights:
-            assert param.full is not None
-            _torch.set_flat_weight(module, name, param.full)
 
     def detach(self) -> None:
         """The full parameters are about to go."""
         for _, namespace, name, _ in self._entries:
             namespace.pop(name, None)
-        for module, name, param in self._flat_weights:
-            _torch.set_flat_weight(module, name, param.shard)
 
     def show(self) -> None:
         """Forward begins: the table holds the full parameters too."""

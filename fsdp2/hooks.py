@@ -236,7 +236,7 @@ def start_root(state: State) -> Schedule:
     for module in state.modules:
         states |= dict.fromkeys(states_below(module))
     members = list(states)
-    _name_groups(state.modules[0], members)
+    _name_groups(state.modules, members)
     _refuse_meta(members)
     schedule = Schedule([member.group for member in members], streams_of(state.group.mesh.device))
     for member in members:
@@ -247,13 +247,13 @@ def start_root(state: State) -> Schedule:
                 f"{previous.phase.value}; finish its step before calling the module around it"
             )
         member.join(schedule, is_root=member is state)
-    if state.follows_root:
-        state.group.switches.reshard_after_forward = False
+        if member.follows_root:
+            member.group.switches.reshard_after_forward = member is not state
     return schedule
 
 
-def _name_groups(root: nn.Module, members: list[State]) -> None:
-    names = {id(module): name for name, module in root.named_modules()}
+def _name_groups(roots: list[nn.Module], members: list[State]) -> None:
+    names = {id(module): name for root in roots for name, module in root.named_modules()}
     for member in members:
         group = member.group
         group.name = ", ".join(names.get(id(m)) or "root" for m in group.modules)
@@ -282,6 +282,8 @@ def forward_method(state: State, method: Callable[..., Any]) -> Callable[..., An
     """``method`` of an FSDP module, with what happens around its forward."""
 
     def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if state.group.step.running:
+            return method(*args, **kwargs)  # forward itself calls it
         args, kwargs = state.pre_forward(module, args, kwargs)
         output = None
         try:

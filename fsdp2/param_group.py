@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -181,7 +181,7 @@ class ParamGroup:
                 full = self.params[slot.index].make_full(view)
                 if view.is_floating_point() or view.is_complex():
                     full.requires_grad_(True)  # a frozen one may thaw; set right at the gather
-                    full.register_post_accumulate_grad_hook(partial(self._on_gradient, slot.index))
+                    full.register_post_accumulate_grad_hook(_gradient_hook(self, slot.index))
         if buffer is not None:
             buffer.free()
         self._versions = [param.shard._version for param in self.params]
@@ -283,7 +283,8 @@ class ParamGroup:
     def expect_gradients(self) -> None:
         self.waiting = set(self.trainable)
 
-    def _on_gradient(self, index: int, full: Tensor) -> None:
+    def on_gradient(self, index: int) -> None:
+        """Autograd has accumulated the gradient of one full parameter."""
         if not self.waiting:
             self.expect_gradients()
         self.waiting.discard(index)
@@ -332,6 +333,18 @@ class ParamGroup:
                 param.full.grad = None
         self.is_accumulating = False
         self.waiting = set()
+
+
+def _gradient_hook(group: ParamGroup, index: int) -> Callable[[Tensor], None]:
+    """A hook on a full parameter. Python cannot collect a cycle that runs through a hook."""
+    reference = ref(group)
+
+    def hook(full: Tensor) -> None:
+        group = reference()
+        if group is not None:
+            group.on_gradient(index)
+
+    return hook
 
 
 def _nothing_to_do(group: ParamGroup) -> None:

@@ -44,9 +44,15 @@ class ReducedSection(NamedTuple):
 
 
 class Reduction(Protocol):
-    """A reduction under way. ``finish`` hands the gradients to the shards; call it once."""
+    """A reduction under way, which ends in one of two ways."""
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Hand the gradients to the shards."""
+        ...
+
+    def drop(self) -> None:
+        """Let the messages arrive, which peers have sent already, and forget them."""
+        ...
 
 
 class LocalReduction:
@@ -59,6 +65,9 @@ class LocalReduction:
     def finish(self) -> None:
         for param, gradient in self._results:
             param.set_gradient(gradient)
+        self._results = []
+
+    def drop(self) -> None:
         self._results = []
 
 
@@ -109,6 +118,13 @@ class ExchangedReduction:
                 if view.index not in unused:
                     local = torch.as_strided(result, view.shape, view.stride, view.offset)
                     view.param.set_gradient(local)
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        if not self._streams.runs_ahead:
+            self._pending.wait()
+        self._streams.compute_waits(self._reduced)
+        self._sources, self._sections, self._results = [], [], []
 
     def _unused(self, section: ReducedSection) -> set[int]:
         """Parameters that no rank has a gradient for. Reading the flags makes the host wait."""

@@ -366,6 +366,8 @@ class Schedule:
 
     def reset(self) -> None:
         """Forget an iteration that raised, with its gradients that were not reduced yet."""
+        for _, reduction in self._reductions:
+            reduction.drop()
         self._reductions.clear()
         self._recomputed = None
         for group in self.groups:

@@ -71,8 +71,6 @@ class ShardedParam:
         self.spec = spec
         for place in self.places:
             place.module._parameters[place.attribute] = shard
-            if _torch.uses_flat_weights(place.module):
-                _torch.set_flat_weight(place.module, place.attribute, shard)
         setattr(original, OWNER, self.name)
         return shard
 

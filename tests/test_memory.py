@@ -113,7 +113,7 @@ def test_freed_after_forward_and_after_backward(ranks: Ranks) -> None:
 @distributed(2)
 @pytest.mark.parametrize("limit", [1, 2, 3, 9])
 def test_limit_holds(ranks: Ranks, limit: int) -> None:
-    """Never more full buffers have memory than the limit says, besides the root's; and so many do."""
+    """As many full buffers have memory at once as the limit says, the root's apart."""
     model = shard_blocks(Chain())
     fsdp2.set_inflight_limit(model, limit)
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_limit_holds_where_the_order_changes(ranks: Ranks, limit: int) -> None:
 
 @distributed(2)
 def test_what_backward_reads_is_what_forward_saved(ranks: Ranks) -> None:
-    """Between forward and backward the saved weight has no memory; in backward it has its values."""
+    """Between forward and backward a saved weight has no memory; in backward it has its values."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     expected = model[1].weight.detach().clone()
     for layer in model:

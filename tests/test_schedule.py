@@ -703,7 +703,34 @@ free     blocks.0
 
     def test_frozen(self) -> None:
         """Frozen blocks that no gradient passes through are not gathered in backward."""
-        self.assertExpectedInline(self.trace_of(frozen_step), """""")
+        self.assertExpectedInline(self.trace_of(frozen_step), """\
+gather   root (on demand)
+wait     root
+gather   blocks.0 (ahead)
+gather   blocks.1 (ahead)
+forward  root
+wait     blocks.0
+forward  blocks.0
+free     blocks.0
+wait     blocks.1
+gather   blocks.2 (ahead)
+forward  blocks.1
+free     blocks.1
+wait     blocks.2
+forward  blocks.2
+free     blocks.2
+----     backward
+backward root
+gather   blocks.2 (ahead)
+reduce   root
+wait     blocks.2
+backward blocks.2
+reduce   blocks.2
+reduced  root
+reduced  blocks.2
+free     root
+free     blocks.2
+""")
 
     def test_evaluation(self) -> None:
         """A forward without gradients is prefetched like any other; it keeps the root."""
@@ -711,15 +738,18 @@ free     blocks.0
 gather   root (on demand)
 wait     root
 gather   blocks.0 (ahead)
+gather   blocks.1 (ahead)
 forward  root
 wait     blocks.0
 forward  blocks.0
 free     blocks.0
-gather   blocks.1 (on demand)
 wait     blocks.1
+gather   blocks.2 (ahead)
 forward  blocks.1
 free     blocks.1
-free     root
+wait     blocks.2
+forward  blocks.2
+free     blocks.2
 """)
 
 

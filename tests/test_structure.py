@@ -24,7 +24,6 @@ ROOMS = [
     "param_group",
     "reduction",
     "attributes",
-    "attributes",
     "sharded_param",
     "buffers",
     "collectives",
