@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ Args = tuple[tuple[Any, ...], dict[str, Any]]
 _STATE = "_fsdp2_state"
 
 
+@dataclass
+class Call:
+    """One forward call of a module."""
+
+    passed_in: int = -1
+    """The last backward that has left the call."""
+
+
 class State:
     """What one ``fully_shard`` call left behind, one per call; ``fully_shard.state(module)``."""
 
@@ -35,6 +44,8 @@ class State:
         self.forward_prefetch: list[ParamGroup] | None = None
         self.backward_prefetch: list[ParamGroup] | None = None
         self._not_called = set(modules)
+        self._calls: list[Call] = []
+        """Forward calls under way, innermost last."""
         self._outer_exception: BaseException | None = None
         self._early_streams: Streams | None = None
         """For gathers by hand before the first forward, when there is no schedule."""
@@ -59,8 +70,10 @@ class State:
             self._outer_exception = sys.exc_info()[1]
         args, kwargs = self._cast_inputs(args, kwargs)
         schedule.enter_forward(self.group, self.forward_prefetch)
+        call = Call()
+        self._calls.append(call)
         if torch.is_grad_enabled() and self.group.params:
-            args, kwargs = self._hook_inputs(args, kwargs)
+            args, kwargs = self._hook_inputs(args, kwargs, call)
         return args, kwargs
 
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Args:
@@ -76,7 +89,7 @@ class State:
 
         return map_tensors(move, args), map_tensors(move, kwargs)
 
-    def _hook_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Args:
+    def _hook_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Args:
         """Learn when backward has left this call.
 
         Each input that needs a gradient is passed on as an alias. Autograd runs what is
@@ -87,12 +100,10 @@ class State:
         assert schedule is not None
         if schedule.phase is not Phase.BACKWARD:
             self.group.step.open_calls += 1
-        passed_in = -1
 
         def passed(gradient: Tensor) -> None:
-            nonlocal passed_in
-            if passed_in != schedule.backwards:  # a graph may be walked more than once
-                passed_in = schedule.backwards
+            if call.passed_in != schedule.backwards:  # a graph may be walked more than once
+                call.passed_in = schedule.backwards
                 schedule.passed(self.group)
 
         def alias(tensor: Tensor) -> Tensor:
@@ -113,7 +124,8 @@ class State:
         schedule = self.schedule
         if schedule is None:
             return output
-        needs_backward = torch.is_grad_enabled() and self._hook_outputs(output, args, kwargs)
+        call = self._calls.pop() if self._calls else Call()
+        needs_backward = torch.is_grad_enabled() and self._hook_outputs(output, call)
         self._not_called.discard(module)
         is_last_call = not self._not_called
         if is_last_call:
@@ -128,7 +140,7 @@ class State:
             return output
         return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, output)
 
-    def _hook_outputs(self, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _hook_outputs(self, output: Any, call: Call) -> bool:
         """Gather when the gradient of an output arrives. True if one can."""
         tensors = (output,) if isinstance(output, Tensor) else tensors_in(output)
         found = False
@@ -138,18 +150,19 @@ class State:
                 tensor.register_hook(self.pre_backward)
                 base = _torch.base_of(tensor)
                 if base is not None and base.grad_fn is not None:
-                    self._hook_base(base, args, kwargs)
+                    self._hook_base(base, call)
         return found
 
-    def _hook_base(self, base: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """An in-place change of an output that is a view drops the view's hook, not its base's.
+    def _hook_base(self, base: Tensor, call: Call) -> None:
+        """An in-place change of an output that is a view drops the view's hook, not its base's."""
 
-        A base from outside is older than the module's own graph: there it would fire too late.
-        """
-        for outer in tensors_in((args, kwargs)):
-            if base is outer or base is _torch.base_of(outer):
-                return
-        base.register_hook(self.pre_backward)
+        def pre_backward(gradient: Tensor) -> None:
+            assert self.schedule is not None
+            # A base from outside may be older than the call's own graph: then it is too late.
+            if call.passed_in != self.schedule.backwards:
+                self.pre_backward(gradient)
+
+        base.register_hook(pre_backward)
 
     # Backward
 
@@ -211,7 +224,8 @@ class State:
             schedule.is_last_backward = self._is_last_backward
 
     def reset(self) -> None:
-        """Forget which modules of a list were called before an exception."""
+        """Forget which modules were called before an exception."""
+        self._calls.clear()
         self._not_called = set(self.modules)
 
 

@@ -172,21 +172,24 @@ def test_memory_is_freed_by_a_fault_in_forward(ranks: Ranks) -> None:
 
 
 @distributed(2)
-def test_kept_back_gradients_are_dropped(ranks: Ranks) -> None:
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_kept_back_gradients_are_dropped(ranks: Ranks, param_dtype: torch.dtype | None) -> None:
     """A reset forgets gradients that wait for a later reduction, and keeps those on the shards."""
+    policy = fsdp2.MixedPrecisionPolicy(param_dtype, torch.float32)
+    first, second, third = (inputs[ranks.rank] for inputs in batches(ranks.world_size))
     reference = Chain()
-    model = shard_blocks(copy.deepcopy(reference))
-    first, second, third = batches(ranks.world_size)
-    loss_of(model, first[ranks.rank]).backward()
-    data_parallel(reference, first, loss_of)
+    model = shard_blocks(copy.deepcopy(reference), mp_policy=policy)
+    shard_blocks(reference, mp_policy=policy)  # it never sees the second batch
+    for m in (model, reference):
+        loss_of(m, first).backward()
     model.set_requires_gradient_sync(False)
-    loss_of(model, second[ranks.rank]).backward()
-    fail(model, ("before", 1), second[ranks.rank])
+    loss_of(model, second).backward()
+    fail(model, ("before", 1), second)
     model.reset_iter_state()
     model.set_requires_gradient_sync(True)
     assert_same_params(model, reference)
-    loss_of(model, third[ranks.rank]).backward()
-    data_parallel(reference, third, loss_of)
+    for m in (model, reference):
+        loss_of(m, third).backward()
     assert_same_params(model, reference)
     assert_idle(model)
 
@@ -229,6 +232,28 @@ def test_training_inside_an_exception_handler(ranks: Ranks) -> None:
             loss_of(model, inputs[ranks.rank]).backward()
         data_parallel(reference, inputs, loss_of)
         assert_same_params(model, reference)
+    assert_idle(model)
+
+
+@distributed(2)
+def test_forward_that_returns_nothing(ranks: Ranks) -> None:
+    """A root that returns None did not fail, also while another exception is being handled."""
+
+    class Silent(Chain):
+        def forward(self, x: Tensor) -> None:  # type: ignore[override]
+            self.result = super().forward(x)
+
+    model = shard_blocks(Silent())
+    x = batches(ranks.world_size)[0][ranks.rank]
+    with torch.no_grad():
+        try:
+            raise KeyError("something else")
+        except KeyError:
+            model(x)
+        expected = model.result
+        model(x)
+    assert_same(model.result, expected)
+    model.reshard()
     assert_idle(model)
 
 

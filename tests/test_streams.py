@@ -301,10 +301,18 @@ def test_what_a_reduction_reads_lives_until_it_is_over(
     latest: list[StorageWeakRef] = []
     with recorded() as (made, monkeypatch):
         reduce, event = collectives.Pairwise.reduce, made.event
+        start_reduce = param_group.ParamGroup.start_reduce
+
+        def started(group: Any, *args: Any) -> Any:
+            gradients = [param.full.grad for param in group.params]
+            latest[:] = [StorageWeakRef(grad.untyped_storage()) for grad in gradients]
+            del gradients
+            return start_reduce(group, *args)
 
         def watched(self: Any, sources: Any, *args: Any) -> Any:
-            latest[:] = [StorageWeakRef(source.flat.untyped_storage()) for source in sources]
-            latest.extend(StorageWeakRef(source.out.untyped_storage()) for source in sources)
+            for source in sources:
+                latest.append(StorageWeakRef(source.flat.untyped_storage()))
+                latest.append(StorageWeakRef(source.out.untyped_storage()))
             return reduce(self, sources, *args)
 
         def record() -> Any:
@@ -321,6 +329,7 @@ def test_what_a_reduction_reads_lives_until_it_is_over(
                 checked.append(name)
 
         monkeypatch.setattr(collectives.Pairwise, "reduce", watched)
+        monkeypatch.setattr(param_group.ParamGroup, "start_reduce", started)
         made.event = record  # type: ignore[method-assign]
         made.on_wait = on_wait
         for inputs in token_batches(ranks.world_size, 2):
