@@ -210,8 +210,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 def set_inflight_limit(model: nn.Module, limit: int) -> None:
     """Hold at most ``limit`` groups gathered that are freed behind their use. Default 2.
 
-    Groups that are kept after forward, the root for one, do not count; they are there in
-    any case. A group that compute needs right now is gathered whatever the limit says.
+    Groups that are kept after forward, the root for one, and groups around the one that
+    computes do not count; they are there in any case. A group that compute needs right now
+    is gathered whatever the limit says.
     """
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise UsageError(

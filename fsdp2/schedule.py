@@ -16,10 +16,10 @@ time and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import Enum
 
 from fsdp2 import _torch
+from fsdp2.order import Order, enclosing
 from fsdp2.param_group import GroupState, ParamGroup, Step
 from fsdp2.reduction import Reduction
 from fsdp2.streams import Streams
@@ -37,44 +37,6 @@ class Phase(Enum):
     BACKWARD = "backward"
     FAILED = "failed"
     """The root's forward raised; only ``reset`` leads out."""
-
-
-class Order:
-    """The order in which groups are used in one direction: recorded, and predicted from it."""
-
-    def __init__(self) -> None:
-        self._recorded: list[ParamGroup] = []
-        self._current: list[ParamGroup] = []
-        self._next = 0
-        self._matches = False
-
-    def begin(self, prediction: list[ParamGroup] | None = None) -> None:
-        """Start a pass. Without a ``prediction`` the last pass is it."""
-        self._recorded = self._current if prediction is None else prediction
-        self._current = []
-        self._next = 0
-        self._matches = bool(self._recorded)
-
-    def advance(self, group: ParamGroup) -> None:
-        """``group`` is used now. A pass that leaves the prediction is not predicted further."""
-        self._current.append(group)
-        if self._matches:
-            at = self._next
-            self._matches = at < len(self._recorded) and self._recorded[at] is group
-            self._next = at + 1
-
-    def upcoming(self) -> Iterator[ParamGroup]:
-        if self._matches:
-            for at in range(self._next, len(self._recorded)):
-                yield self._recorded[at]
-
-    @property
-    def is_predicted(self) -> bool:
-        return self._matches
-
-    @property
-    def used(self) -> list[ParamGroup]:
-        return self._current
 
 
 class Schedule:
@@ -100,7 +62,10 @@ class Schedule:
         """The last group that activation checkpointing ran again, not freed yet."""
         self._left: list[ParamGroup] = []
         """In the order in which forward left them; reversed it predicts the first backward."""
-        self._is_checking_order = True
+        self._is_checking_forward = True
+        self._is_checking_backward = True
+        self._enclosing = enclosing(groups)
+        """For each group those around it: in memory as long as it is, they do not count."""
         for channel, group in enumerate(groups):
             group.channel = channel
             group.on_gradients_complete = self.gradients_complete
@@ -142,17 +107,21 @@ class Schedule:
         if not group.step.running:
             self.free(group)
 
-    def _prefetch(self, order: Order, explicit: list[ParamGroup] | None) -> None:
+    def _prefetch(self, group: ParamGroup, order: Order, explicit: list[ParamGroup] | None) -> None:
+        """Gather what comes after ``group``."""
         if explicit is not None:
-            for group in explicit:
-                if group.state is GroupState.SHARDED:
-                    self.start_gather(group, "as listed")
+            for other in explicit:
+                if other.state is GroupState.SHARDED:
+                    self.start_gather(other, "as listed")
             return
-        for group in order.upcoming():
-            if len(self._in_flight) >= self.limit:
+        outer = self._enclosing[group]
+        counted = sum(other not in outer for other in self._in_flight)
+        for other in order.upcoming():
+            if counted >= self.limit:
                 return
-            if group.state is GroupState.SHARDED and self._will_gather(group):
-                self.start_gather(group, "ahead")
+            if other.state is GroupState.SHARDED and self._will_gather(other):
+                counted += 1
+                self.start_gather(other, "ahead")
 
     def _will_gather(self, group: ParamGroup) -> bool:
         return self.phase is not Phase.BACKWARD or group.switches.unshard_in_backward
@@ -189,17 +158,18 @@ class Schedule:
         """The root's forward has returned or raised."""
         if self.phase is not Phase.FORWARD:
             return
-        self.phase = Phase.FAILED if failed else Phase.IDLE
-        if not failed:
+        if not failed and self._is_checking_forward:
             self._check_same_order(len(self.groups))
-            self._is_checking_order = False
+            self._is_checking_forward = False
+        self.phase = Phase.FAILED if failed else Phase.IDLE
         for group in self._in_flight[:]:
             self.free(group)
 
     def enter_forward(self, group: ParamGroup, explicit: list[ParamGroup] | None) -> None:
         group.step.running += 1
         if self.phase is Phase.FORWARD and group.params:
-            self._check_same_order(group.channel)
+            if self._is_checking_forward:
+                self._check_same_order(group.channel)
             self._advance(self.forward_order, group)
         if self.phase is Phase.BACKWARD and self._recomputed not in (None, group):
             self._free_recomputed()
@@ -209,7 +179,7 @@ class Schedule:
         self.make_full(group)
         group.attributes.show()
         if self.phase is Phase.FORWARD:
-            self._prefetch(self.forward_order, explicit)
+            self._prefetch(group, self.forward_order, explicit)
         self._note("forward", group)
 
     def _renew(self, group: ParamGroup) -> None:
@@ -220,16 +190,17 @@ class Schedule:
             group.follow_trainable()
 
     def _check_same_order(self, channel: int) -> None:
-        """In the first pass, compare with all ranks what each is about to gather.
+        """In the first pass each way, compare with all ranks what each is about to gather.
 
         Ranks that disagree would wait for each other, or read each other's layers.
         """
         transport = next((g.transport for g in self.groups if g.transport), None)
-        if not self._is_checking_order or transport is None:
+        if transport is None:
             return
         channels = transport.all_values(channel, self.groups[0].mesh.device)
         if len(set(channels)) > 1:
-            names = [*(f"'{group.name}'" for group in self.groups), "the end of forward"]
+            end = f"the end of {self.phase.value}"
+            names = [*(f"'{group.name}'" for group in self.groups), end]
             found = "; ".join(f"rank {rank}: {names[c]}" for rank, c in enumerate(channels))
             raise RuntimeError(
                 f"ranks call the fully_shard modules in different orders. Next comes {found}. "
@@ -274,11 +245,13 @@ class Schedule:
         group.step.in_backward = True
         if not group.params:
             return
+        if self._is_checking_backward and group.state is not GroupState.FULL:
+            self._check_same_order(group.channel)
         self._advance(self.backward_order, group)
         if group.switches.unshard_in_backward:
             self.make_full(group)
             self._note("backward", group)
-        self._prefetch(self.backward_order, explicit)
+        self._prefetch(group, self.backward_order, explicit)
 
     def _begin_backward(self) -> None:
         self._phase_around = self.phase
@@ -298,7 +271,7 @@ class Schedule:
             self._settle(group)
         if group.switches.reshard_after_backward:
             self._free_unless_running(group)
-            self._prefetch(self.backward_order, None)
+            self._prefetch(group, self.backward_order, None)
 
     def gradients_complete(self, group: ParamGroup) -> None:
         """Every trainable parameter of the group has a gradient."""
@@ -335,6 +308,9 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Called by autograd when it has no more to do."""
+        if self._is_checking_backward:
+            self._check_same_order(len(self.groups))
+            self._is_checking_backward = False
         for group in self.groups:
             self._settle(group)
         if self.is_last_backward:

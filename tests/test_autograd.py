@@ -397,6 +397,17 @@ def test_output_that_only_one_rank_uses(ranks: Ranks) -> None:
     assert_idle(model)
 
 
+@distributed(2)
+def test_backward_that_only_one_rank_enters(ranks: Ranks) -> None:
+    """Where the block must be gathered again, the difference is named on both ranks."""
+    model = shard_blocks(Dropping(Block()), reshard_after_forward=True)
+    x = activations(2)[0][ranks.rank]
+    with pytest.raises(RuntimeError, match="different orders.*the end of backward"):
+        routed(model, (x, ranks.rank == 0)).backward()
+    model.reset_iter_state()
+    assert_idle(model)
+
+
 # ---- Outputs
 
 

@@ -11,6 +11,7 @@ import expecttest
 import pytest
 import torch
 import torch.distributed as dist
+
 from harness import Ranks, distributed, run
 
 

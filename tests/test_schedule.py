@@ -260,13 +260,13 @@ wait     root
 gather   blocks.0 (ahead)
 forward  root
 wait     blocks.0
+gather   blocks.1 (ahead)
 forward  blocks.0
 free     blocks.0
-gather   blocks.1 (on demand)
 wait     blocks.1
+gather   blocks.2 (ahead)
 forward  blocks.1
 free     blocks.1
-gather   blocks.2 (on demand)
 wait     blocks.2
 forward  blocks.2
 free     blocks.2
@@ -279,16 +279,16 @@ gather   blocks.2 (ahead)
 reduce   root
 wait     blocks.2
 backward blocks.2
+gather   blocks.1 (ahead)
 reduce   blocks.2
 reduced  root
 free     blocks.2
-gather   blocks.1 (ahead)
+gather   blocks.0 (ahead)
 wait     blocks.1
 backward blocks.1
 reduce   blocks.1
 reduced  blocks.2
 free     blocks.1
-gather   blocks.0 (ahead)
 wait     blocks.0
 backward blocks.0
 reduce   blocks.0
@@ -305,9 +305,9 @@ gather   root (on demand)
 wait     root
 gather   blocks.0 (ahead)
 gather   blocks.1 (ahead)
-gather   blocks.2 (ahead)
 forward  root
 wait     blocks.0
+gather   blocks.2 (ahead)
 forward  blocks.0
 wait     blocks.1
 forward  blocks.1
@@ -575,10 +575,10 @@ forward  root
 wait     0
 forward  0
 wait     0.inner
+gather   1 (ahead)
 forward  0.inner
 free     0.inner
 free     0
-gather   1 (on demand)
 wait     1
 gather   1.inner (ahead)
 forward  1
@@ -594,12 +594,12 @@ gather   1.inner (ahead)
 reduce   1
 wait     1.inner
 backward 1.inner
+gather   0 (ahead)
 reduce   1.inner
 reduced  1
 free     1.inner
-gather   0 (ahead)
-free     1
 gather   0.inner (ahead)
+free     1
 wait     0
 backward 0
 reduce   0

@@ -21,6 +21,7 @@ ROOMS = [
     "optimizers",
     "hooks",
     "schedule",
+    "order",
     "param_group",
     "reduction",
     "attributes",
