@@ -8,6 +8,7 @@ gather, and so that every view is made once.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
@@ -130,6 +131,22 @@ class FullBuffer:
 
     def free(self) -> None:
         self._storage.resize_(0)
+
+
+class Staging:
+    """Packed gradient blocks that are not in use: the next group of the same kind takes one.
+
+    One block a kind is kept, since one reduction at a time is under way.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[Hashable, Tensor] = {}
+
+    def take(self, kind: Hashable) -> Tensor | None:
+        return self._idle.pop(kind, None)
+
+    def give(self, kind: Hashable, block: Tensor) -> None:
+        self._idle[kind] = block
 
 
 def typed_view(memory: Tensor, start_nbytes: int, numel: int, dtype: object) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2.attributes import Attributes
-from fsdp2.buffers import FullBuffer, ShardBuffer
+from fsdp2.buffers import FullBuffer, ShardBuffer, Staging
 from fsdp2.collectives import Pending, Transport, choose_transport
 from fsdp2.layout import GroupLayout, ParamSpec, Path, Section, Slot, plan_group
 from fsdp2.mesh import ShardMesh
@@ -302,11 +302,11 @@ class ParamGroup:
         plan.accumulate()
         self.is_accumulating = True
 
-    def start_reduce(self, streams: Streams) -> Reduction:
+    def start_reduce(self, streams: Streams, staging: Staging) -> Reduction:
         """Take the gradients of the full parameters and issue their reduction."""
         plan = self.reduction_plan(self.trainable)
         reduction = plan.start(
-            streams, self.channel, self.is_accumulating, self.switches.divide_factor
+            streams, staging, self.channel, self.is_accumulating, self.switches.divide_factor
         )
         self.is_accumulating = False
         return reduction

@@ -8,6 +8,7 @@ that no rank used keeps ``grad`` as it was.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fsdp2 import _torch
+from fsdp2.buffers import Staging
 from fsdp2.collectives import Pending, Source, Transport
 from fsdp2.layout import (
     GradientColumn,
@@ -41,6 +43,18 @@ class ReducedSection(NamedTuple):
     """Parameters without a gradient on this rank."""
     held: list[Tensor]
     """The full gradients: their memory must not be reused before all has been read."""
+    packed: Tensor
+    """The staging block, ``(world_size, packed_numel)``."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Blocks of one kind have the same shape, and their flags in the same place."""
+        return _kind(self.plan, self.packed.dtype)
+
+
+def _kind(plan: SectionPlan, wire: torch.dtype) -> Hashable:
+    gradients = plan.gradients
+    return gradients.packed_numel, len(gradients.columns), gradients.packed_ranks, wire
 
 
 class Reduction(Protocol):
@@ -81,7 +95,9 @@ class ExchangedReduction:
         pending: Pending,
         divisor: float,
         streams: Streams,
+        staging: Staging,
     ) -> None:
+        self._staging = staging
         self._sections = sections
         self._sources = sources
         self._pending = pending
@@ -118,6 +134,9 @@ class ExchangedReduction:
                 if view.index not in unused:
                     local = torch.as_strided(result, view.shape, view.stride, view.offset)
                     view.param.set_gradient(local)
+            # On an accelerator the caching allocator does better: blocks belong to streams.
+            if not section.missing and not self._streams.runs_ahead:
+                self._staging.give(section.kind, section.packed)
 
     @torch.no_grad()
     def drop(self) -> None:
@@ -257,7 +276,12 @@ class ReductionPlan:
 
     @torch.no_grad()
     def start(
-        self, streams: Streams, channel: int, is_accumulating: bool, divide_factor: float | None
+        self,
+        streams: Streams,
+        staging: Staging,
+        channel: int,
+        is_accumulating: bool,
+        divide_factor: float | None,
     ) -> Reduction:
         """Issue the reduction of all gradients.
 
@@ -273,9 +297,11 @@ class ReductionPlan:
             scale, divisor = 1.0 / divisor, 1.0
         sources: list[Source] = []
         with streams.reducing():
-            sections = [self._prepare(plan, sources, is_accumulating) for plan in self.sections]
+            sections = [
+                self._prepare(plan, sources, staging, is_accumulating) for plan in self.sections
+            ]
             pending = self._transport.reduce(sources, channel, scale)
-            return ExchangedReduction(sections, sources, pending, divisor, streams)
+            return ExchangedReduction(sections, sources, pending, divisor, streams, staging)
 
     def _local_gradients(self, scale: float) -> list[tuple[ShardedParam, Tensor]]:
         """With one rank the gradients are the sums already."""
@@ -290,7 +316,11 @@ class ReductionPlan:
         return results
 
     def _prepare(
-        self, plan: SectionPlan, sources: list[Source], is_accumulating: bool
+        self,
+        plan: SectionPlan,
+        sources: list[Source],
+        staging: Staging,
+        is_accumulating: bool,
     ) -> ReducedSection:
         """Make the gradient buffer of one section, and of its gradients what goes into it."""
         wire = plan.reduced if is_accumulating else plan.wire
@@ -311,32 +341,37 @@ class ReductionPlan:
             chunk = column.slot.rows.chunk_numel
             out = buffer.narrow(0, column.offset, chunk)
             sources.append(Source(full[column.slot.index].view(-1), chunk, out))
-        sources.append(self._pack(plan, full, missing, buffer, wire))
-        return ReducedSection(plan, buffer, missing, list(full.values()))
+        packed = self._pack(plan, full, missing, staging, wire)
+        packed_numel = plan.gradients.packed_numel
+        out = buffer.narrow(0, plan.gradients.packed_offset, packed_numel)
+        sources.append(Source(packed.view(-1), packed_numel, out))
+        return ReducedSection(plan, buffer, missing, list(full.values()), packed)
 
     def _pack(
         self,
         plan: SectionPlan,
         full: dict[int, Tensor],
         missing: list[int],
-        buffer: Tensor,
+        staging: Staging,
         wire: torch.dtype,
-    ) -> Source:
+    ) -> Tensor:
         """Row r of the packed block is what rank r owns of each small gradient, and the flags."""
-        ranks, owners = self._mesh.world_size, plan.gradients.packed_ranks
         gradients = plan.gradients
-        flags = torch.ones(len(gradients.columns), dtype=wire, device=buffer.device)
-        if missing:
-            for i, column in enumerate(gradients.columns):
-                if column.slot.index in missing:
-                    flags[i] = 0
-        packed = torch.empty(ranks, gradients.packed_numel, dtype=wire, device=buffer.device)
+        owners = gradients.packed_ranks
+        flags = torch.ones(len(gradients.columns), dtype=wire, device=self._mesh.device)
+        for i, column in enumerate(gradients.columns if missing else ()):
+            if column.slot.index in missing:
+                flags[i] = 0
+        packed = staging.take(_kind(plan, wire))
+        is_new = packed is None
+        if packed is None:
+            shape = self._mesh.world_size, gradients.packed_numel
+            packed = torch.empty(shape, dtype=wire, device=self._mesh.device)
         if owners:
             columns = [full[column.slot.index] for column in plan.packed]
             columns = [c.expand(owners, 1) if c.ndim == 0 else c for c in columns]
             columns.append(flags.expand(owners, -1))
             _torch.chunk_cat(columns, owners, out=packed[:owners])
-        if owners < ranks:  # what the other ranks get besides the flags they do not read
+        if is_new or missing:  # what the other ranks get besides the flags they do not read
             packed[owners:, gradients.packed_numel - len(flags) :] = flags
-        out = buffer.narrow(0, gradients.packed_offset, gradients.packed_numel)
-        return Source(packed.view(-1), gradients.packed_numel, out)
+        return packed

@@ -19,6 +19,7 @@ from __future__ import annotations
 from enum import Enum
 
 from fsdp2 import _torch
+from fsdp2.buffers import Staging
 from fsdp2.order import Order, enclosing
 from fsdp2.param_group import GroupState, ParamGroup, Step
 from fsdp2.reduction import Reduction
@@ -57,6 +58,7 @@ class Schedule:
         self.backward_order = Order()
         self._in_flight: list[ParamGroup] = []
         """Groups that are freed behind use, oldest gather first; kept ones do not count."""
+        self._staging = Staging()
         self._reductions: list[tuple[ParamGroup, Reduction]] = []
         self._recomputed: ParamGroup | None = None
         """The last group that activation checkpointing ran again, not freed yet."""
@@ -295,7 +297,7 @@ class Schedule:
         """
         self._note("reduce", group)
         earlier, self._reductions = self._reductions, []
-        self._reductions.append((group, group.start_reduce(self.streams)))
+        self._reductions.append((group, group.start_reduce(self.streams, self._staging)))
         self._finish(earlier)
 
     def _finish(self, reductions: list[tuple[ParamGroup, Reduction]]) -> None:

@@ -48,7 +48,11 @@ def test_readme_ten_lines_train(tmp_path: Path) -> None:
     """README's first example trains on two ranks."""
     ten_lines = snippets("README.md")[0]
     # A gloo thread may outlive the last collective by a moment, and must not meet the exit.
-    shown = '\nimport time\ntime.sleep(0.3)\nprint(f"stepped {optimizer.state_dict()[\'state\'][0][\'step\']:.0f}")\n'
+    shown = """
+import time
+time.sleep(0.3)
+print(f"stepped {optimizer.state_dict()['state'][0]['step']:.0f}")
+"""
     out = run_on_two_ranks(ten_lines + shown, tmp_path)
     assert out.count("stepped 1") == 2
 
