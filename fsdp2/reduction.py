@@ -200,6 +200,7 @@ class ReductionPlan:
             for section in layout.sections
             if any(slot.index in trainable for slot in section.slots)
         ]
+        self._all_present: dict[tuple[int, torch.dtype], Tensor] = {}
         self._is_float16 = any(plan.reduced is torch.float16 for plan in self.sections)
 
     def _plan_section(self, section: Section, trainable: tuple[int, ...]) -> SectionPlan:
@@ -266,10 +267,10 @@ class ReductionPlan:
 
     def _take_all(self, param: ShardedParam) -> Tensor | None:
         """This backward's gradient and what was kept back before, summed."""
-        gradient, kept = self._take(param), param.accumulated
+        gradient = self._take(param)
+        kept, param.accumulated = param.accumulated, None
         if kept is None:
             return gradient
-        param.accumulated = None
         return kept if gradient is None else kept.add_(gradient)
 
     # Exchange
@@ -326,16 +327,15 @@ class ReductionPlan:
         wire = plan.reduced if is_accumulating else plan.wire
         missing: list[int] = []
         full: dict[int, Tensor] = {}
-        for column in plan.gradients.columns:
-            index = column.slot.index
-            gradient = self._take_all(self._params[index])
+        for view in plan.views:
+            gradient = self._take_all(view.param)
             if gradient is None:
-                missing.append(index)
-                shape = column.slot.rows.shape
+                missing.append(view.index)
+                shape = view.param.rows.shape
                 gradient = torch.zeros(shape, dtype=wire, device=self._mesh.device)
             elif gradient.dtype is not wire or not gradient.is_contiguous():
                 gradient = gradient.to(wire).contiguous()
-            full[index] = gradient
+            full[view.index] = gradient
         buffer = torch.empty(plan.gradients.numel, dtype=plan.reduced, device=self._mesh.device)
         for column in plan.direct:
             chunk = column.slot.rows.chunk_numel
@@ -358,10 +358,7 @@ class ReductionPlan:
         """Row r of the packed block is what rank r owns of each small gradient, and the flags."""
         gradients = plan.gradients
         owners = gradients.packed_ranks
-        flags = torch.ones(len(gradients.columns), dtype=wire, device=self._mesh.device)
-        for i, column in enumerate(gradients.columns if missing else ()):
-            if column.slot.index in missing:
-                flags[i] = 0
+        flags = self._flags(plan, missing, wire)
         packed = staging.take(_kind(plan, wire))
         is_new = packed is None
         if packed is None:
@@ -375,3 +372,17 @@ class ReductionPlan:
         if is_new or missing:  # what the other ranks get besides the flags they do not read
             packed[owners:, gradients.packed_numel - len(flags) :] = flags
         return packed
+
+    def _flags(self, plan: SectionPlan, missing: list[int], wire: torch.dtype) -> Tensor:
+        """One per parameter: 1 where this rank has a gradient."""
+        columns = plan.gradients.columns
+        flags = self._all_present.get((len(columns), wire))
+        if flags is None:
+            flags = torch.ones(len(columns), dtype=wire, device=self._mesh.device)
+            self._all_present[len(columns), wire] = flags
+        if missing:
+            flags = flags.clone()
+            for i, column in enumerate(columns):
+                if column.slot.index in missing:
+                    flags[i] = 0
+        return flags
