@@ -157,6 +157,12 @@ class ParamGroup:
             self._adopt_moved()
 
     def _adopt_moved(self) -> None:
+        if self.is_accumulating:
+            raise RuntimeError(
+                f"'{self.name}': its parameters were replaced or moved while gradients are kept "
+                "back by set_requires_gradient_sync(False); reduce them first, or call "
+                "reset_iter_state() to drop them"
+            )
         self.free()
         for param in self.params:
             if param.has_moved:

@@ -364,3 +364,19 @@ def test_as_in_pytorch(
             optimizer.step()
             optimizer.zero_grad()
     assert_idle(model)
+
+
+@distributed(2)
+def test_replacing_shards_does_not_lose_kept_gradients(ranks: Ranks) -> None:
+    """Moving the model while gradients are kept back raises; after a reset it trains on."""
+    model = fully_shard(nn.Linear(4, 4))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 4)).sum().backward()
+    model.to(torch.float64)
+    with pytest.raises(RuntimeError, match="kept back"):
+        model(torch.ones(2, 4, dtype=torch.float64))
+    model.reset_iter_state()
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    assert_same(whole(model.bias.grad), torch.full((4,), 2.0, dtype=torch.float64))
+    assert_idle(model)
