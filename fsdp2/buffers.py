@@ -117,15 +117,6 @@ class FullBuffer:
         flat = self._sections[id(section)].narrow(0, slot.full_offset, slot.rows.numel)
         return flat.view(slot.rows.shape).data
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes while it is allocated."""
-        return self._nbytes
-
-    @property
-    def is_allocated(self) -> bool:
-        return self._nbytes == 0 or self._storage.nbytes() > 0
-
     def allocate(self) -> None:
         self._storage.resize_(self._nbytes)
 

@@ -88,15 +88,13 @@ class GatherPlan(Protocol):
 class Works:
     """Several works of a process group, waited for together."""
 
-    def __init__(self, works: list[dist.Work], keep_alive: object = None) -> None:
+    def __init__(self, works: list[dist.Work]) -> None:
         self._works = works
-        self._keep_alive = keep_alive
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
         self._works.clear()
-        self._keep_alive = None
 
 
 class Pairwise:
