@@ -18,33 +18,53 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fsdp2._torch import DataParallelMeshDims as DataParallelMeshDims
     from fsdp2.api import fully_shard as fully_shard
     from fsdp2.api import register_fsdp_forward_method as register_fsdp_forward_method
     from fsdp2.api import set_inflight_limit as set_inflight_limit
+    from fsdp2.api import share_comm_ctx as share_comm_ctx
+    from fsdp2.api import sync_replicas as sync_replicas
     from fsdp2.api import trace as trace
+    from fsdp2.clipping import clip_grad_norm_ as clip_grad_norm_
+    from fsdp2.custom import AllGather as AllGather
+    from fsdp2.custom import Comm as Comm
+    from fsdp2.custom import ReduceScatter as ReduceScatter
     from fsdp2.errors import UsageError as UsageError
     from fsdp2.explain import explain as explain
     from fsdp2.module import FSDPModule as FSDPModule
     from fsdp2.module import UnshardHandle as UnshardHandle
+    from fsdp2.placing import ShardPlacementResult as ShardPlacementResult
     from fsdp2.policies import CPUOffloadPolicy as CPUOffloadPolicy
     from fsdp2.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
     from fsdp2.policies import OffloadPolicy as OffloadPolicy
     from fsdp2.tracing import Trace as Trace
+    from fsdp2.whole import full_gradients as full_gradients
+    from fsdp2.whole import full_parameters as full_parameters
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AllGather": "custom",
     "CPUOffloadPolicy": "policies",
+    "Comm": "custom",
+    "DataParallelMeshDims": "_torch",
     "FSDPModule": "module",
     "MixedPrecisionPolicy": "policies",
     "OffloadPolicy": "policies",
+    "ReduceScatter": "custom",
+    "ShardPlacementResult": "placing",
     "Trace": "tracing",
     "UnshardHandle": "module",
     "UsageError": "errors",
+    "clip_grad_norm_": "clipping",
     "explain": "explain",
+    "full_gradients": "whole",
+    "full_parameters": "whole",
     "fully_shard": "api",
     "register_fsdp_forward_method": "api",
     "set_inflight_limit": "api",
+    "share_comm_ctx": "api",
+    "sync_replicas": "api",
     "trace": "api",
 }
 

@@ -8,6 +8,7 @@ libraries test with ``isinstance``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -26,17 +27,31 @@ from torch.distributed.tensor import DTensor
 # The module is private; the two classes are what a DTensor is built from without the
 # 50 microseconds of `DTensor.from_local`. Since 2.5.
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, Shard
+
+# Rows dealt over a mesh dimension that comes before one which cut them earlier. Since 2.3.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
+# The base of all batch norms; private, since 0.2.
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 # Container types that users registered with PyTorch's pytrees. Since 2.0.
 from torch.utils import _pytree
 
 try:  # public, since 2.12
     from torch.distributed.fsdp import DataParallelMeshDims
-except ImportError:  # 2.11 has no such argument; annotations still name it
-    DataParallelMeshDims = Any  # type: ignore[assignment,misc]
+except ImportError:  # 2.11 has no such argument
+
+    @dataclass(frozen=True)
+    class DataParallelMeshDims:  # type: ignore[no-redef]
+        """Names of the mesh dimensions that split parameters and of those that repeat them."""
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
+
 
 __all__ = [
+    "BatchNorm",
     "CPUOffloadPolicy",
     "DTensor",
     "DTensorSpec",
@@ -44,6 +59,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "StridedShard",
     "UnshardHandle",
 ]
 
@@ -79,6 +95,33 @@ def local_of(tensor: Tensor) -> Tensor:
 def set_local(tensor: Tensor, local: Tensor) -> None:
     """Make ``local`` the shard of an existing DTensor, which keeps its identity. Since 2.0."""
     tensor._local_tensor = local  # type: ignore[attr-defined]
+
+
+def shard_of(dim: int, split_factor: int) -> Shard:
+    """The placement of what others cut into ``split_factor`` pieces along ``dim`` already."""
+    if split_factor == 1:
+        return Shard(dim)
+    return cast(Shard, StridedShard(dim, split_factor=split_factor))
+
+
+def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The dimensions ``names`` as one, named like all of them. The method is private; since 2.4."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def concatenated(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """Meshes cut from one, side by side. Private; since 2.9."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that this one was cut from. Private; since 2.9."""
+    return mesh._get_root_mesh()
+
+
+def is_root_mesh(mesh: DeviceMesh) -> bool:
+    """Whether a mesh was made for itself and not cut from another. Private; since 2.9."""
+    return mesh._get_root_mesh() is mesh
 
 
 def in_backward() -> bool:
@@ -123,6 +166,12 @@ def flatten(value: object) -> tuple[list[Any], Any]:
 
 def unflatten(leaves: list[Any], structure: Any) -> Any:
     return _pytree.tree_unflatten(leaves, structure)
+
+
+def allocator_of(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Tensor] | None:
+    """The allocator of a group's backend, where it has one. ``_get_backend`` is private; 2.6."""
+    backend: Any = group._get_backend(device)
+    return backend.allocate_tensor if backend.supports_tensor_alloc(device) else None
 
 
 # These are public but were renamed in 2.12: the old names are all that 2.11 has.

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, overload
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from fsdp2 import _torch
 from fsdp2._torch import DataParallelMeshDims
 from fsdp2.errors import UsageError
+from fsdp2.find import find_params, names_of
 from fsdp2.hooks import State, forward_method, state_of, states_below
-from fsdp2.mesh import ShardMesh, shard_mesh
+from fsdp2.mesh import ShardMesh, named_mesh, shard_mesh
 from fsdp2.module import FSDPModule
 from fsdp2.optimizers import watch_optimizers
 from fsdp2.param_group import ParamGroup
-from fsdp2.policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, Switches
-from fsdp2.sharded_param import find_params
+from fsdp2.placing import PlacementFn, Placing
+from fsdp2.policies import CPUOffloadPolicy, OffloadPolicy, Switches
+from fsdp2.replicas import broadcast_first_replica
+from fsdp2.sharded_param import ShardedParam
+from fsdp2.streams import SharedStreams
+from fsdp2.ties import join_ties
 from fsdp2.tracing import Trace
 
 _classes: dict[type, type] = {}
-_NO_CASTS = MixedPrecisionPolicy()
+_NO_CASTS = _torch.MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 
 
@@ -33,8 +39,8 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: _torch.MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
@@ -47,8 +53,8 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = ...,
     reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
+    shard_placement_fn: PlacementFn | None = ...,
+    mp_policy: _torch.MixedPrecisionPolicy = ...,
     offload_policy: OffloadPolicy = ...,
     ignored_params: set[nn.Parameter] | None = ...,
     dp_mesh_dims: DataParallelMeshDims | None = ...,
@@ -60,8 +66,8 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: MixedPrecisionPolicy = _NO_CASTS,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: _torch.MixedPrecisionPolicy = _NO_CASTS,
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
@@ -77,21 +83,32 @@ def fully_shard(
 
     Args:
         module: A module, or a list of modules that form one group.
-        mesh: One-dimensional. Default: all ranks.
+        mesh: One dimension splits the parameters; two, with names, repeat and split them,
+            ``(replicate, shard)``. Default: all ranks split.
         reshard_after_forward: Free the full parameters after forward and gather them again
             in backward. ``None`` means ``True``, except for the root, which backward needs
-            first. The root is the outermost module, found at the first forward.
+            first. The root is the outermost module, found at the first forward. An int,
+            a factor of the ranks that split: every so many neighbours keep the parameters
+            between them after forward, and backward gathers over those only.
+        shard_placement_fn: For each parameter ``None`` (``Shard(0)``), a ``Shard(dim)``, or
+            a :class:`ShardPlacementResult` with a mesh of its own.
         mp_policy: The dtypes of computation and reduction.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer state on
+            the host. On a CPU mesh it changes nothing.
         ignored_params: Left as they are: neither sharded, moved nor reduced.
+        dp_mesh_dims: Which dimensions of ``mesh`` split and which repeat parameters, by name;
+            several of a kind count as one. Parameters must be DTensors on ``mesh``,
+            replicated over these dimensions, if it has further ones.
 
     Returns:
         ``module``, now also an :class:`FSDPModule`; for a list the list.
 
     Raises:
-        ValueError: A container without ``forward``, a mesh of more than two dimensions, or
-            a parameter that another call owns.
-        UsageError: ``fully_shard`` was applied to the module before.
-        NotImplementedError: An argument that is not built yet, by name.
+        ValueError: A container without ``forward``, or a mesh of more than two dimensions.
+        UsageError: ``fully_shard`` was applied to the module before; a mesh without names or
+            with names that deny what they would be used for; a dimension that a parameter
+            does not have; tied parameters on different meshes.
+        NotImplementedError: An int ``reshard_after_forward`` together with ``dp_mesh_dims``.
 
     Usage::
 
@@ -100,17 +117,23 @@ def fully_shard(
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters())
     """
-    _refuse_unbuilt(reshard_after_forward, shard_placement_fn, offload_policy, dp_mesh_dims)
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_modules(modules)
-    owned = shard_mesh(mesh)
+    owned = shard_mesh(mesh) if dp_mesh_dims is None else named_mesh(mesh, dp_mesh_dims)
+    part_size = _part_size(reshard_after_forward, owned)
     ignored = ignored_params or set()
-    _move_to_device(modules, owned, ignored)
-    taken = {m for top in modules for s in states_below(top) for m in s.modules}
-    params = find_params(modules, owned, ignored, taken)
-    switches = Switches(reshard_after_forward=reshard_after_forward in (None, True))
-    group = ParamGroup(modules, params, owned, mp_policy, switches)
-    State(modules, group, follows_root=reshard_after_forward is None)
+    is_offloaded = isinstance(offload_policy, CPUOffloadPolicy)
+    _move_to_device(modules, owned, ignored, is_offloaded)
+    inner = [state for top in modules for state in states_below(top)]
+    taken = {m for state in inner for m in state.modules}
+    found = find_params(modules, Placing(owned, shard_placement_fn), ignored, taken)
+    switches = Switches(reshard_after_forward=_frees_after_forward(reshard_after_forward))
+    group = ParamGroup(modules, found.params, owned, mp_policy, offload_policy, switches, part_size)
+    _warn_without_masters(found.params, mp_policy)
+    _cast_buffers(modules, taken, getattr(mp_policy, "buffer_dtype", None))
+    state = State(modules, group, follows_root=reshard_after_forward is None)
+    join_ties(state, found.ties, inner)
+    state.ignored = names_of(modules, ignored)
     for each in modules:
         each.__class__ = _fsdp_class(type(each))
     watch_optimizers()
@@ -120,26 +143,29 @@ def fully_shard(
 fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
-def _refuse_unbuilt(
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: object,
-    offload_policy: OffloadPolicy,
-    dp_mesh_dims: object,
-) -> None:
-    """An option that is not there yet is never ignored in silence."""
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+def _frees_after_forward(reshard_after_forward: bool | int | None) -> bool:
+    """A group of one rank keeps everything."""
+    is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
+    return reshard_after_forward != 1 if is_int else reshard_after_forward is not False
+
+
+def _part_size(reshard_after_forward: bool | int | None, mesh: ShardMesh) -> int | None:
+    """Over how many ranks backward gathers; None where an int means the same as a bool."""
+    value = reshard_after_forward
+    if value is None or isinstance(value, bool):
+        return None
+    if not isinstance(value, int):
+        raise TypeError(f"reshard_after_forward is a bool, an int or None; got {value!r}")
+    if mesh.spmd is not None:
         raise NotImplementedError(
-            f"argument 'reshard_after_forward': {reshard_after_forward!r}, a smaller group to "
-            "gather over in backward, is not built yet; pass True, False or None"
+            f"reshard_after_forward as int ({value}) does not go with dp_mesh_dims; pass a bool"
         )
-    if shard_placement_fn is not None:
-        raise NotImplementedError("argument 'shard_placement_fn' is not built yet; omit it")
-    if isinstance(offload_policy, CPUOffloadPolicy):
-        raise NotImplementedError(
-            "argument 'offload_policy': CPU offload is not built yet; omit it"
+    if value < 1 or mesh.world_size % value:
+        raise UsageError(
+            f"reshard_after_forward={value}: an int is the number of ranks to gather over in "
+            f"backward and must be a factor of {mesh.world_size}, the ranks of the shard mesh"
         )
-    if dp_mesh_dims is not None:
-        raise NotImplementedError("argument 'dp_mesh_dims' is not built yet; pass a 1D mesh")
+    return value if 1 < value < mesh.world_size else None
 
 
 def _check_modules(modules: list[nn.Module]) -> None:
@@ -162,17 +188,54 @@ def _check_modules(modules: list[nn.Module]) -> None:
             )
 
 
-def _move_to_device(modules: list[nn.Module], mesh: ShardMesh, ignored: set[nn.Parameter]) -> None:
-    """Bring parameters and buffers to the mesh's device; what is on meta stays there."""
+def _move_to_device(
+    modules: list[nn.Module], mesh: ShardMesh, ignored: set[nn.Parameter], is_offloaded: bool
+) -> None:
+    """Bring parameters and buffers to the mesh's device; what is on meta stays there.
+
+    Offloaded parameters stay where they are until they have been cut.
+    """
     for top in modules:
         for module in top.modules():
-            tables: list[dict[str, Any]] = [module._parameters, module._buffers]
+            tables: list[dict[str, Any]] = [module._buffers]
+            tables += [] if is_offloaded else [module._parameters]
             for table in tables:
                 for tensor in table.values():
                     if tensor is None or tensor in ignored or isinstance(tensor, _torch.DTensor):
                         continue
                     if tensor.device != mesh.device and tensor.device.type != "meta":
                         tensor.data = tensor.data.to(mesh.device)
+
+
+def _warn_without_masters(params: list[ShardedParam], policy: _torch.MixedPrecisionPolicy) -> None:
+    """Mixed precision keeps shards in float32; a checkpoint loaded in bfloat16 has none."""
+    dtype = policy.param_dtype
+    trained = [p for p in params if p.dtype == dtype and p.shard.requires_grad]
+    if dtype in (torch.bfloat16, torch.float16) and trained:
+        warnings.warn(
+            f"parameter '{trained[0].name}' is stored in {dtype}, the dtype that the mixed "
+            "precision policy computes in: its shards and optimizer state are no more precise, "
+            "and small updates are lost. Call model.float() before fully_shard to train float32 "
+            "shards, or pass no param_dtype",
+            stacklevel=3,
+        )
+
+
+def _cast_buffers(
+    modules: list[nn.Module], taken: set[nn.Module], dtype: torch.dtype | None
+) -> None:
+    """Floating-point buffers of the modules that this call shards."""
+    visited = set(taken)
+    remaining = list(modules) if dtype is not None else []
+    while remaining:
+        module = remaining.pop()
+        if module in visited:
+            continue
+        visited.add(module)
+        remaining += module.children()
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
 
 
 def _fsdp_class(cls: type) -> type:
@@ -205,6 +268,35 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         return
     bound = forward_method(state, method).__get__(module)
     module.__dict__[method_name] = bound
+
+
+def share_comm_ctx(modules: list[Any]) -> None:
+    """Let several roots share their streams, like the stages of one pipeline on this rank.
+
+    Raises:
+        ValueError: Something in the list is not an FSDP module.
+    """
+    shared = SharedStreams()
+    for module in modules:
+        state = state_of(module) if isinstance(module, nn.Module) else None
+        if state is None:
+            raise UsageError(
+                f"share_comm_ctx expects a list of FSDPModules but got {type(module).__name__}, "
+                "on which fully_shard was not called"
+            )
+        for each in states_below(module):
+            each.share_streams(shared)
+
+
+def sync_replicas(model: nn.Module) -> None:
+    """Give all replicas of a hybrid-sharded model the first replica's parameters.
+
+    Call it on all ranks between steps. Without a replicate mesh nothing happens.
+
+    Raises:
+        UsageError: Nothing below ``model`` is sharded.
+    """
+    broadcast_first_replica(state.group for state in _states_of(model, "sync_replicas"))
 
 
 def set_inflight_limit(model: nn.Module, limit: int) -> None:

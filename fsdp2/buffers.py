@@ -9,6 +9,7 @@ gather, and so that every view is made once.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -33,10 +34,15 @@ class PackedBlock(NamedTuple):
 class ShardBuffer:
     """This rank's padded rows of every parameter of the group, zero where there is padding."""
 
-    def __init__(self, layout: GroupLayout, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, layout: GroupLayout, rank: int, device: torch.device, is_pinned: bool = False
+    ) -> None:
         self.layout = layout
         self.rank = rank
-        self.memory = torch.zeros(layout.shard_nbytes, dtype=torch.uint8, device=device)
+        self.memory = torch.zeros(
+            layout.shard_nbytes, dtype=torch.uint8, device=device, pin_memory=is_pinned
+        )
+        self._storage = self.memory.untyped_storage()
         self._sections = {id(section): self._typed(section) for section in layout.sections}
 
     def _typed(self, section: Section) -> Tensor:
@@ -49,14 +55,21 @@ class ShardBuffer:
         return self._sections[id(section)].narrow(0, slot.shard_offset, slot.rows.chunk_numel)
 
     def local(self, section: Section, slot: Slot) -> Tensor:
-        """The real rows of one parameter, in their shape."""
+        """The real rows of one parameter, in the parameter's shape but for the split dimension."""
         numel = slot.rows.local_numel(self.rank)
         flat = self._sections[id(section)].narrow(0, slot.shard_offset, numel)
-        return flat.view(slot.rows.local_shape(self.rank))
+        return flat.view(slot.shape_of(slot.rows.local_shape(self.rank)))
 
     def packed(self, section: Section) -> Tensor:
         """The padded rows of all packed parameters of a section, flat."""
         return self._sections[id(section)].narrow(0, section.packed_start, section.packed_numel)
+
+    def allocate(self) -> None:
+        """Only for copies that are freed; the shards themselves stay."""
+        self._storage.resize_(self.layout.shard_nbytes)
+
+    def free(self) -> None:
+        self._storage.resize_(0)
 
 
 class FullBuffer:
@@ -65,63 +78,105 @@ class FullBuffer:
     It starts allocated, since views cannot be cut from a storage that is not.
     """
 
-    def __init__(self, layout: GroupLayout, rank: int, shards: ShardBuffer) -> None:
-        memory = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=shards.memory.device)
+    def __init__(self, layout: GroupLayout, device: torch.device) -> None:
+        memory = torch.empty(layout.full_nbytes, dtype=torch.uint8, device=device)
         self._storage = memory.untyped_storage()
         self._nbytes = self._storage.nbytes()
-        self._sections = {
-            id(s): typed_view(memory, s.full_start_nbytes, s.full_numel, s.compute)
+        self._sections = [
+            typed_view(memory, s.full_start_nbytes, s.full_numel, s.compute)
             for s in layout.sections
-        }
-        self.own: list[Tensor] = []
-        """Where this rank's rows go; aligned with ``own_sources``."""
-        self.own_sources: list[Tensor] = []
-        self.blocks: list[Tensor] = []
-        """What a gather fills: ``(world_size, n)``, own row first filled by us."""
-        self.packed: list[PackedBlock] = []
-        for section in layout.sections:
-            self._plan_section(section, layout.world_size, rank, shards)
+        ]
 
-    def _plan_section(
-        self, section: Section, world_size: int, rank: int, shards: ShardBuffer
-    ) -> None:
-        for slot in section.by_path(Path.DIRECT):
-            block = self._chunks(section, slot, world_size)
-            if block.numel():
-                self.blocks.append(block)
-                self._fill_own(block[rank], shards.padded(section, slot))
-        for slot in section.by_path(Path.REPLICATED):
-            self._fill_own(self._chunks(section, slot, 1)[0], shards.padded(section, slot))
-        slots = section.by_path(Path.PACKED)
-        if section.packed_numel:
-            flat = self._sections[id(section)]
-            staging = flat.narrow(0, section.staging_offset, world_size * section.packed_numel)
-            block = staging.view(world_size, section.packed_numel)
-            self.blocks.append(block)
-            self._fill_own(block[rank], shards.packed(section))
-            sizes = [slot.rows.chunk_numel for slot in slots]
-            outs = [self._chunks(section, slot, section.packed_ranks) for slot in slots]
-            self.packed.append(PackedBlock(block[: section.packed_ranks], sizes, outs))
+    def at(self, section_index: int, offset: int, *shape: int) -> Tensor:
+        """A contiguous view of one section."""
+        return self._sections[section_index].narrow(0, offset, prod(shape)).view(shape)
 
-    def _fill_own(self, own: Tensor, source: Tensor) -> None:
-        self.own.append(own)
-        self.own_sources.append(source)
-
-    def _chunks(self, section: Section, slot: Slot, count: int) -> Tensor:
-        numel = count * slot.rows.chunk_numel
-        flat = self._sections[id(section)].narrow(0, slot.full_offset, numel)
-        return flat.view(count, slot.rows.chunk_numel)
-
-    def full(self, section: Section, slot: Slot) -> Tensor:
+    def full(self, section_index: int, slot: Slot) -> Tensor:
         """The full parameter, in its shape, with a version counter of its own."""
-        flat = self._sections[id(section)].narrow(0, slot.full_offset, slot.rows.numel)
-        return flat.view(slot.rows.shape).data
+        return self.at(section_index, slot.full_offset, *slot.shape_of(slot.rows.shape)).data
 
     def allocate(self) -> None:
         self._storage.resize_(self._nbytes)
 
     def free(self) -> None:
         self._storage.resize_(0)
+
+
+class Filling:
+    """How a full buffer is filled from the shards of one layout, by its rank and its peers."""
+
+    def __init__(self, full: FullBuffer, shards: ShardBuffer) -> None:
+        self._full = full
+        self._shards = shards
+        self._rank = shards.rank
+        self._own: list[Tensor] = []
+        """Where this rank's rows go; aligned with ``_own_sources``."""
+        self._own_sources: list[Tensor] = []
+        self.blocks: list[Tensor] = []
+        """What a gather fills: ``(world_size, n)``, own row first filled by us."""
+        self._packed: list[PackedBlock] = []
+        self._moved: list[Tensor] = []
+        """Full parameters that are split along another dimension than the first."""
+        self._moved_sources: list[Tensor] = []
+        for index, section in enumerate(shards.layout.sections):
+            self._plan_section(index, section, shards.layout.world_size)
+
+    def copy_own(self) -> None:
+        """This rank's rows into the blocks, cast to the compute dtype."""
+        if self._own:
+            torch._foreach_copy_(self._own, self._own_sources)
+
+    def copy_out(self) -> None:
+        """Out of the blocks what does not lie in its place yet."""
+        for packed in self._packed:
+            packed.copy_out()
+        if self._moved:
+            torch._foreach_copy_(self._moved, self._moved_sources)
+
+    def _plan_section(self, index: int, section: Section, world_size: int) -> None:
+        for slot in section.slots:
+            if slot.path is Path.DIRECT:
+                self._plan_direct(index, section, slot, world_size)
+            elif slot.path is Path.MOVED:
+                self._plan_moved(index, section, slot, world_size)
+            elif slot.path is Path.REPLICATED:
+                own = self._full.at(index, slot.full_offset, slot.rows.chunk_numel)
+                self._fill_own(own, self._shards.padded(section, slot))
+        if section.packed_numel:
+            self._plan_packed(index, section, world_size)
+
+    def _plan_direct(self, index: int, section: Section, slot: Slot, world_size: int) -> None:
+        block = self._full.at(index, slot.block_offset, world_size, slot.rows.chunk_numel)
+        if block.numel():
+            self.blocks.append(block)
+            self._fill_own(block[self._rank], self._shards.padded(section, slot))
+
+    def _plan_moved(self, index: int, section: Section, slot: Slot, world_size: int) -> None:
+        rows = slot.rows
+        if not rows.numel:
+            return
+        block = self._full.at(index, slot.block_offset, world_size, rows.chunk_numel)
+        self.blocks.append(block)
+        local_shape = rows.local_shape(self._rank)
+        own = block[self._rank][: prod(local_shape)].view(local_shape)
+        self._fill_own(own, self._shards.local(section, slot).movedim(slot.dim, 0))
+        gathered = self._full.at(index, slot.block_offset, *rows.shape)
+        self._moved.append(self._full.full(index, slot))
+        self._moved_sources.append(gathered.movedim(0, slot.dim))
+
+    def _plan_packed(self, index: int, section: Section, world_size: int) -> None:
+        slots = section.by_path(Path.PACKED)
+        ranks = section.packed_ranks
+        block = self._full.at(index, section.staging_offset, world_size, section.packed_numel)
+        self.blocks.append(block)
+        self._fill_own(block[self._rank], self._shards.packed(section))
+        sizes = [slot.rows.chunk_numel for slot in slots]
+        outs = [self._full.at(index, s.full_offset, ranks, s.rows.chunk_numel) for s in slots]
+        self._packed.append(PackedBlock(block[:ranks], sizes, outs))
+
+    def _fill_own(self, own: Tensor, source: Tensor) -> None:
+        self._own.append(own)
+        self._own_sources.append(source)
 
 
 class Staging:

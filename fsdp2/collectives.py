@@ -1,4 +1,4 @@
-"""How bytes travel between the ranks of one shard mesh.
+"""How bytes travel: between the ranks of one shard mesh, and between replicas.
 
 A transport gathers *blocks*, contiguous tensors of shape ``(world_size, n)`` in which
 this rank has filled its own row, and reduces *sources*, each of which becomes one chunk
@@ -74,8 +74,8 @@ class Transport(Protocol):
         """In words, for ``explain``."""
         ...
 
-    def all_values(self, value: int, device: torch.device) -> list[int]:
-        """One integer of every rank, in rank order."""
+    def reduce_over(self, group: dist.ProcessGroup) -> None:
+        """From now on reductions use ``group``, of the same ranks; gathers keep theirs."""
         ...
 
 
@@ -83,6 +83,16 @@ class GatherPlan(Protocol):
     """The gather of one group's blocks, whose addresses never change."""
 
     def start(self, channel: int) -> Pending: ...
+
+
+class Nothing:
+    """Communication that there was no need for."""
+
+    def wait(self) -> None:
+        pass
+
+
+NOTHING = Nothing()
 
 
 class Works:
@@ -106,6 +116,7 @@ class Pairwise:
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         self.group = group
+        self._reduce_group = group
         self.rank = rank
         self.world_size = group.size()
         # Everyone starts with another partner, so that no rank is everybody's first.
@@ -120,11 +131,8 @@ class Pairwise:
     def describe_reduction(self, wire: object, reduced: object) -> str:
         return f"exchanged in {wire}, summed in {reduced}"
 
-    def send(self, piece: Tensor, peer: int, tag: int) -> dist.Work:
-        return self.group.send([piece], peer, tag)
-
-    def receive(self, piece: Tensor, peer: int, tag: int) -> dist.Work:
-        return self.group.recv([piece], peer, tag)
+    def reduce_over(self, group: dist.ProcessGroup) -> None:
+        self._reduce_group = group
 
     def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
         tag = _TAG_BASE + 2 * channel + 1
@@ -135,7 +143,8 @@ class Pairwise:
         for source in sources:
             for peer in self.peers:
                 chunk = source.flat[peer * source.chunk : (peer + 1) * source.chunk]
-                exchange.sends += [self.send(piece, peer, tag) for piece in _pieces(chunk)]
+                for piece in _pieces(chunk):
+                    exchange.sends.append(self._reduce_group.send([piece], peer, tag))
         return exchange
 
     def _post_receives(self, source: Source, tag: int) -> list[Part]:
@@ -151,18 +160,10 @@ class Pairwise:
                     terms.append(own_piece)
                     continue
                 term = out_piece if rank == landing else torch.empty_like(own_piece)
-                arrivals.append(self.receive(term, rank, tag))
+                arrivals.append(self._reduce_group.recv([term], rank, tag))
                 terms.append(term)
             parts.append(Part(out_piece, terms, arrivals))
         return parts
-
-    def all_values(self, value: int, device: torch.device) -> list[int]:
-        values = torch.full((self.world_size, 1), value, dtype=torch.int64)
-        self.plan_gather([values]).start(_VALUES_CHANNEL).wait()
-        return values.view(-1).tolist()
-
-
-_VALUES_CHANNEL = (1 << 15) - 1
 
 
 def _landing_rank(rank: int) -> int:
@@ -224,8 +225,8 @@ class PairwiseGather:
     def start(self, channel: int) -> Pending:
         tag = _TAG_BASE + 2 * channel
         transport = self._transport
-        works = [transport.receive(piece, peer, tag) for piece, peer in self._receives]
-        works += [transport.send(piece, peer, tag) for piece, peer in self._sends]
+        works = [transport.group.recv([piece], peer, tag) for piece, peer in self._receives]
+        works += [transport.group.send([piece], peer, tag) for piece, peer in self._sends]
         return Works(works)
 
 
@@ -266,8 +267,12 @@ class Grouped:
 
     def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
         self.group = group
+        self._reduce_group = group
         self.rank = rank
         self.world_size = group.size()
+
+    def reduce_over(self, group: dist.ProcessGroup) -> None:
+        self._reduce_group = group
 
     def plan_gather(self, blocks: Sequence[Tensor]) -> GatherPlan:
         return GroupedGather(self, blocks)
@@ -288,23 +293,17 @@ class Grouped:
                 source.flat.mul_(scale)
         works: list[dist.Work] = []
         if len(sums) == 1:
-            works.append(_torch.reduce_scatter_into(self.group, sums[0].out, sums[0].flat))
+            works.append(_torch.reduce_scatter_into(self._reduce_group, sums[0].out, sums[0].flat))
         elif sums:
             outs, inputs = [s.out for s in sums], [s.flat for s in sums]
-            works.append(_torch.reduce_scatter_grouped(self.group, outs, inputs))
+            works.append(_torch.reduce_scatter_grouped(self._reduce_group, outs, inputs))
         return GroupedSum(works, [self._exchange(s) for s in exchanges], scale)
 
     def _exchange(self, source: Source) -> Exchange:
         """All-to-all in the gradient's dtype: fewer bytes than a sum in the reduce dtype."""
         received = torch.empty_like(source.flat)
-        work = _torch.all_to_all_into(self.group, received, source.flat)
+        work = _torch.all_to_all_into(self._reduce_group, received, source.flat)
         return Exchange(work, received.view(self.world_size, source.chunk), source)
-
-    def all_values(self, value: int, device: torch.device) -> list[int]:
-        values = torch.full((self.world_size,), value, dtype=torch.int64, device=device)
-        own = values[self.rank : self.rank + 1].clone()
-        _torch.all_gather_into(self.group, values, own).wait()
-        return values.tolist()
 
 
 class Exchange(NamedTuple):
@@ -348,6 +347,33 @@ class GroupedSum:
             work.wait()
         for exchange in self.exchanges:
             exchange.finish(self.scale)
+
+
+class Replicas:
+    """The ranks that hold the same shard: they add up what each has reduced."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def start(self, buffers: Sequence[Tensor]) -> Pending:
+        """Sum every buffer over the replicas, in place."""
+        works = [dist.all_reduce(b, group=self.group, async_op=True) for b in buffers if b.numel()]
+        return Works([work for work in works if work is not None])
+
+
+def gather_values(
+    values: Sequence[int], groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> list[int]:
+    """The integers of all ranks that ``groups`` lead to, one group after the other.
+
+    With the shard and then the replicate group of a 2-D mesh: those of replica 0 first.
+    """
+    found = torch.tensor(values, dtype=torch.int64, device=device)
+    for group in groups:
+        everyone = torch.empty(group.size() * len(found), dtype=torch.int64, device=device)
+        _torch.all_gather_into(group, everyone, found).wait()
+        found = everyone
+    return found.tolist()
 
 
 def choose_transport(group: dist.ProcessGroup, rank: int, device: torch.device) -> Transport:

@@ -5,17 +5,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp2 import _torch
+from fsdp2.checks import refuse_meta, refuse_offloaded_on_device, refuse_unjoined
+from fsdp2.find import Tie
 from fsdp2.nested import map_tensors, tensors_in
 from fsdp2.param_group import GroupState, ParamGroup
-from fsdp2.policies import MixedPrecisionPolicy
+from fsdp2.replicas import check_replicas
 from fsdp2.schedule import DEFAULT_LIMIT, Phase, Schedule
-from fsdp2.streams import Streams, streams_of
+from fsdp2.sharded_param import ShardedParam
+from fsdp2.streams import SharedStreams, Streams
 from fsdp2.tracing import Trace
 
 Args = tuple[tuple[Any, ...], dict[str, Any]]
@@ -49,7 +53,17 @@ class State:
         self._outer_exception: BaseException | None = None
         self._early_streams: Streams | None = None
         """For gathers by hand before the first forward, when there is no schedule."""
+        self.ignored: list[str] = []
+        """Names of parameters that the user asked to leave alone."""
+        self.joined: list[ShardedParam] = []
+        """Tied parameters taken over from calls inside this one."""
+        self.unjoined: list[Tie] = []
+        """Attributes of the modules that hold parameters of other groups."""
         self._limit = DEFAULT_LIMIT
+        self._max_exchanges = 1
+        self._optimizer_done: torch.Event | None = None
+        self._uncast: dict[nn.Module, tuple[set[int], set[str]]] = {}
+        self.shared_streams: SharedStreams | None = None
         self._trace: Trace | None = None
         self._is_last_backward = True
         for module in modules:
@@ -58,7 +72,7 @@ class State:
             module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
 
     @property
-    def policy(self) -> MixedPrecisionPolicy:
+    def policy(self) -> _torch.MixedPrecisionPolicy:
         return self.group.policy
 
     # Forward
@@ -68,7 +82,7 @@ class State:
         if self.is_root and not self.group.step.running:
             schedule.begin_forward(f"{type(module).__name__} (root)")
             self._outer_exception = sys.exc_info()[1]
-        args, kwargs = self._cast_inputs(args, kwargs)
+        args, kwargs = self._cast_inputs(module, args, kwargs)
         schedule.enter_forward(self.group, self.forward_prefetch)
         call = Call()
         self._calls.append(call)
@@ -76,9 +90,11 @@ class State:
             args, kwargs = self._hook_inputs(args, kwargs, call)
         return args, kwargs
 
-    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Args:
+    def _cast_inputs(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Args:
         """The root moves its inputs to the device; a policy casts floating-point ones."""
-        dtype = self.policy.param_dtype if self.policy.cast_forward_inputs else None
+        dtype = self.group.input_dtype if self.policy.cast_forward_inputs else None
         device = self.group.mesh.device if self.is_root else None
         if dtype is None and (device is None or device.type == "cpu"):
             return args, kwargs
@@ -87,7 +103,25 @@ class State:
             wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
             return tensor.to(device=device or tensor.device, dtype=wanted)
 
-        return map_tensors(move, args), map_tensors(move, kwargs)
+        uncast = getattr(self.policy, "uncast_inputs", ())
+        if not uncast:
+            return map_tensors(move, args), map_tensors(move, kwargs)
+        positions, names = self._uncast_of(module, uncast)
+        moved = tuple(a if i in positions else map_tensors(move, a) for i, a in enumerate(args))
+        return moved, {k: v if k in names else map_tensors(move, v) for k, v in kwargs.items()}
+
+    def _uncast_of(
+        self, module: nn.Module, uncast: tuple[str | int, ...]
+    ) -> tuple[set[int], set[str]]:
+        """Positions and names of the arguments of ``module.forward`` that keep their dtype."""
+        found = self._uncast.get(module)
+        if found is None:
+            order = list(signature(module.forward).parameters)
+            names = {order[u] if isinstance(u, int) and u < len(order) else str(u) for u in uncast}
+            positions = {order.index(n) for n in names if n in order}
+            positions |= {u for u in uncast if isinstance(u, int)}
+            found = self._uncast[module] = positions, names
+        return found
 
     def _hook_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Call) -> Args:
         """Learn when backward has left this call.
@@ -164,6 +198,16 @@ class State:
 
         base.register_hook(pre_backward)
 
+    # The names under which PyTorch's own `register_fsdp_forward_method` reaches the two
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Args:
+        return self.pre_forward(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return self.post_forward(module, args, {}, output)
+
     # Backward
 
     def pre_backward(self, gradient: Tensor) -> None:
@@ -174,12 +218,12 @@ class State:
 
     def unshard(self) -> None:
         group = self.group
-        if group.state is GroupState.SHARDED:
+        if group.needs_gather:
             if self.schedule is not None:
                 self.schedule.start_gather(group, "by hand")
             else:
-                _refuse_meta([self])
-                self._early_streams = streams_of(group.mesh.device)
+                refuse_meta([self.group])
+                self._early_streams = SharedStreams().of(group.mesh.device)
                 group.start_gather(self._early_streams)
 
     def wait_for_unshard(self) -> None:
@@ -204,6 +248,21 @@ class State:
         if self.schedule is not None:
             self.schedule.limit = limit
 
+    def set_max_exchanges(self, count: int) -> None:
+        self._max_exchanges = count
+        if self.schedule is not None:
+            self.schedule.max_exchanges = count
+
+    def set_optimizer_done(self, event: torch.Event) -> None:
+        self._optimizer_done = event
+        if self.schedule is not None:
+            self.schedule.streams.wait_once(event)
+
+    def share_streams(self, shared: SharedStreams) -> None:
+        self.shared_streams = shared
+        if self.schedule is not None:
+            self.schedule.streams = shared.of(self.group.mesh.device)
+
     def set_trace(self, trace: Trace | None) -> None:
         self._trace = trace
         if self.schedule is not None:
@@ -218,7 +277,10 @@ class State:
         """Take part in a root's steps. What was set before the first forward is the root's say."""
         self.schedule = schedule
         self.is_root = is_root
+        schedule.max_exchanges = max(schedule.max_exchanges, self._max_exchanges)
         if is_root:
+            if self._optimizer_done is not None:
+                schedule.streams.wait_once(self._optimizer_done)
             schedule.limit = self._limit
             schedule.trace = self._trace
             schedule.is_last_backward = self._is_last_backward
@@ -251,8 +313,15 @@ def start_root(state: State) -> Schedule:
         states |= dict.fromkeys(states_below(module))
     members = list(states)
     _name_groups(state.modules, members)
-    _refuse_meta(members)
-    schedule = Schedule([member.group for member in members], streams_of(state.group.mesh.device))
+    groups = [member.group for member in members]
+    for member in members:
+        refuse_unjoined(member.group, member.unjoined)
+    refuse_meta(groups)
+    refuse_offloaded_on_device(groups)
+    check_replicas(groups)
+    shared = state.shared_streams or SharedStreams()
+    device = state.group.mesh.device
+    schedule = Schedule(groups, shared.of(device))
     for member in members:
         previous = member.schedule
         if previous is not None and previous.phase is not Phase.IDLE:
@@ -272,24 +341,7 @@ def _name_groups(roots: list[nn.Module], members: list[State]) -> None:
         group = member.group
         group.name = ", ".join(names.get(id(m)) or "root" for m in group.modules)
         for param in group.params:
-            module, attribute, _ = param.places[0]
-            prefix = names.get(id(module))
-            param.name = f"{prefix}.{attribute}" if prefix else attribute
-
-
-def _refuse_meta(members: list[State]) -> None:
-    on_meta = [
-        param.name
-        for member in members
-        for param in member.group.params
-        if param.registered is not None and param.registered.device.type == "meta"
-    ]
-    if on_meta:
-        raise RuntimeError(
-            "FSDP parameters should be materialized from meta device before training, "
-            f"but the following were still on meta device: {on_meta}\n"
-            "Call model.to_empty(device=...) and then reset or load every parameter"
-        )
+            param.rename(names)
 
 
 def forward_method(state: State, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,7 +3,8 @@
 A parameter of ``rows`` rows is dealt to N ranks in chunks of ``ceil(rows / N)``
 rows, as ``torch.chunk`` and DTensor's ``Shard(0)`` do. Padding therefore sits
 only behind the last real row, and the padded chunks of all ranks, one behind the
-other, start with the parameter itself.
+other, start with the parameter itself. A parameter that is split along another
+dimension is laid out here with that dimension moved to the front.
 
 Offsets and sizes are counted in elements unless their name says ``nbytes``.
 """
@@ -11,7 +12,7 @@ Offsets and sizes are counted in elements unless their name says ``nbytes``.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from math import prod
 
@@ -24,6 +25,8 @@ class Path(Enum):
 
     DIRECT = "direct"
     """Read and written where it lives."""
+    MOVED = "moved"
+    """Split along another dimension than the first: gathered beside it and copied into place."""
     PACKED = "packed"
     """Copied into and out of a staging block that it shares with others."""
     REPLICATED = "replicated"
@@ -101,6 +104,8 @@ class ParamSpec:
     storage_itemsize: int
     compute: Hashable
     compute_itemsize: int
+    dim: int = 0
+    """The dimension that is split; ``shape`` begins with it, wherever the parameter has it."""
 
 
 @dataclass(frozen=True)
@@ -112,15 +117,24 @@ class Slot:
     path: Path
     shard_offset: int
     full_offset: int
+    block_offset: int
+    """Where a gather puts the chunks of all ranks; packed ones share the staging block instead."""
+    dim: int = 0
+    """The dimension that is split; ``rows`` has it in front."""
+
+    def shape_of(self, moved: tuple[int, ...]) -> tuple[int, ...]:
+        """The parameter's own order of dimensions."""
+        return (*moved[1 : self.dim + 1], *moved[:1], *moved[self.dim + 1 :])
 
 
 @dataclass(frozen=True)
 class Section:
     """The parameters of a group that share a storage dtype and a compute dtype.
 
-    In the shard buffer it holds first the direct slots, then the packed ones without
-    gaps (so that one copy moves them all), then the replicated ones. In the full buffer
-    the same order is followed by the staging block of shape ``(world_size, packed_numel)``.
+    In the shard buffer it holds first the direct and moved slots, then the packed ones
+    without gaps (so that one copy moves them all), then the replicated ones. In the full
+    buffer the same order is followed by the blocks of the moved slots and by the staging
+    block of shape ``(world_size, packed_numel)``.
     Of that block only the rows of the first ``packed_ranks`` ranks hold real rows.
     """
 
@@ -196,16 +210,24 @@ def align(offset: int, itemsize: int) -> int:
 
 
 def plan_group(
-    specs: Sequence[ParamSpec], world_size: int, path_of: Callable[[ParamSpec], Path]
+    specs: Sequence[ParamSpec],
+    world_size: int,
+    path_of: Callable[[ParamSpec], Path],
+    part_size: int | None = None,
 ) -> GroupLayout:
-    """Lay out one group: a section per pair of dtypes, in order of first appearance."""
+    """Lay out one group: a section per pair of dtypes, in order of first appearance.
+
+    With ``part_size`` the full buffer has room for a gather over that many ranks too.
+    """
     kinds: dict[tuple[Hashable, Hashable], list[int]] = {}
     for index, spec in enumerate(specs):
         kinds.setdefault((spec.storage, spec.compute), []).append(index)
     sections: list[Section] = []
     shard_nbytes = full_nbytes = 0
     for members in kinds.values():
-        section = _plan_section(specs, members, world_size, path_of, shard_nbytes, full_nbytes)
+        section = _plan_section(
+            specs, members, world_size, path_of, part_size, shard_nbytes, full_nbytes
+        )
         sections.append(section)
         spec = specs[members[0]]
         shard_nbytes = align(shard_nbytes + section.shard_numel * spec.storage_itemsize, 1)
@@ -218,44 +240,124 @@ def _plan_section(
     members: Iterable[int],
     world_size: int,
     path_of: Callable[[ParamSpec], Path],
+    part_size: int | None,
     shard_start_nbytes: int,
     full_start_nbytes: int,
 ) -> Section:
-    paths = {i: path_of(specs[i]) if specs[i].shape else Path.REPLICATED for i in members}
+    paths = {i: _path(specs[i], path_of) for i in members}
     ordered = sorted(paths, key=lambda i: (list(Path).index(paths[i]), i))
     first = specs[ordered[0]]
-    slots: list[Slot] = []
-    packed = [Rows(specs[i].shape, world_size) for i in ordered if paths[i] is Path.PACKED]
-    packed_ranks = max((rows.owners for rows in packed), default=0)
-    copies = {Path.DIRECT: world_size, Path.PACKED: packed_ranks, Path.REPLICATED: 1}
-    shard_at = full_at = 0
-    packed_start = packed_numel = 0
+    rows = {i: Rows(specs[i].shape, world_size) for i in ordered}
+    full_numel = _full_numel(specs, paths, [world_size, part_size or world_size])
+    shard_offsets, shard_numel = _shard_offsets(ordered, paths, rows, first.storage_itemsize)
+    at = 0
+    full_offsets: dict[int, int] = {}
     for i in ordered:
-        rows = Rows(specs[i].shape, world_size)
-        opens_block = paths[i] is not Path.DIRECT and (not slots or slots[-1].path is not paths[i])
-        if paths[i] is Path.DIRECT or opens_block:
-            shard_at = align(shard_at, first.storage_itemsize)
-        if paths[i] is Path.PACKED:
-            packed_start = shard_at if opens_block else packed_start
-            packed_numel += rows.chunk_numel
-        full_at = align(full_at, first.compute_itemsize)
-        slots.append(Slot(i, rows, paths[i], shard_at, full_at))
-        shard_at += rows.chunk_numel
-        full_at += rows.chunk_numel * copies[paths[i]]
-    staging_offset = align(full_at, first.compute_itemsize)
+        full_offsets[i] = at = align(at, first.compute_itemsize)
+        at += full_numel[i]
+    block_offsets = dict(full_offsets)
+    for i in ordered:
+        if paths[i] is Path.MOVED:
+            block_offsets[i] = at = align(at, first.compute_itemsize)
+            at += world_size * rows[i].chunk_numel
+    packed = [i for i in ordered if paths[i] is Path.PACKED]
+    packed_numel = sum(rows[i].chunk_numel for i in packed)
+    staging_offset = align(at, first.compute_itemsize)
     return Section(
         storage=first.storage,
         compute=first.compute,
-        slots=tuple(slots),
+        slots=tuple(
+            Slot(
+                index=i,
+                rows=rows[i],
+                path=paths[i],
+                shard_offset=shard_offsets[i],
+                full_offset=full_offsets[i],
+                block_offset=block_offsets[i],
+                dim=specs[i].dim,
+            )
+            for i in ordered
+        ),
         shard_start_nbytes=shard_start_nbytes,
-        shard_numel=shard_at,
+        shard_numel=shard_numel,
         full_start_nbytes=full_start_nbytes,
         full_numel=staging_offset + world_size * packed_numel,
-        packed_start=packed_start,
+        packed_start=shard_offsets[packed[0]] if packed else 0,
         packed_numel=packed_numel,
-        packed_ranks=packed_ranks,
+        packed_ranks=max((rows[i].owners for i in packed), default=0),
         staging_offset=staging_offset,
     )
+
+
+def _path(spec: ParamSpec, path_of: Callable[[ParamSpec], Path]) -> Path:
+    if not spec.shape:
+        return Path.REPLICATED
+    return Path.MOVED if spec.dim else path_of(spec)
+
+
+def _full_numel(
+    specs: Sequence[ParamSpec], paths: dict[int, Path], world_sizes: list[int]
+) -> dict[int, int]:
+    """Elements of each slot of the full buffer, with the padding behind the parameter."""
+    numel: dict[int, int] = dict.fromkeys(paths, 0)
+    for world_size in world_sizes:
+        rows = {i: Rows(specs[i].shape, world_size) for i in paths}
+        packed_ranks = max((rows[i].owners for i in paths if paths[i] is Path.PACKED), default=0)
+        copies = {Path.DIRECT: world_size, Path.PACKED: packed_ranks, Path.REPLICATED: 1}
+        for i, path in paths.items():
+            needed = rows[i].chunk_numel * copies[path] if path in copies else rows[i].numel
+            numel[i] = max(numel[i], needed)
+    return numel
+
+
+def _shard_offsets(
+    ordered: list[int], paths: dict[int, Path], rows: dict[int, Rows], itemsize: int
+) -> tuple[dict[int, int], int]:
+    """Aligned, but for packed and replicated slots behind another of their kind."""
+    offsets: dict[int, int] = {}
+    at = 0
+    before: Path | None = None
+    for i in ordered:
+        if paths[i] in (Path.DIRECT, Path.MOVED) or paths[i] is not before:
+            at = align(at, itemsize)
+        offsets[i] = at
+        at += rows[i].chunk_numel
+        before = paths[i]
+    return offsets, at
+
+
+def plan_part(
+    layout: GroupLayout, world_size: int, itemsize_of: Callable[[Hashable], int]
+) -> GroupLayout:
+    """The same full buffer, gathered over ``world_size`` ranks that keep parts of it.
+
+    The parts are in the compute dtype. ``itemsize_of`` gives a dtype's bytes.
+    """
+    sections: list[Section] = []
+    shard_nbytes = 0
+    for whole in layout.sections:
+        itemsize = itemsize_of(whole.compute)
+        ordered = [slot.index for slot in whole.slots]
+        paths = {slot.index: slot.path for slot in whole.slots}
+        rows = {slot.index: Rows(slot.rows.shape, world_size) for slot in whole.slots}
+        offsets, shard_numel = _shard_offsets(ordered, paths, rows, itemsize)
+        packed = [i for i in ordered if paths[i] is Path.PACKED]
+        section = replace(
+            whole,
+            storage=whole.compute,
+            slots=tuple(
+                replace(slot, rows=rows[slot.index], shard_offset=offsets[slot.index])
+                for slot in whole.slots
+            ),
+            shard_start_nbytes=shard_nbytes,
+            shard_numel=shard_numel,
+            packed_start=offsets[packed[0]] if packed else 0,
+            packed_numel=sum(rows[i].chunk_numel for i in packed),
+            packed_ranks=max((rows[i].owners for i in packed), default=0),
+        )
+        sections.append(section)
+        shard_nbytes = align(shard_nbytes + shard_numel * itemsize, 1)
+    return GroupLayout(world_size, tuple(sections), shard_nbytes, layout.full_nbytes)
 
 
 def plan_gradients(
@@ -271,7 +373,8 @@ def plan_gradients(
     """
     wanted = set(trainable)
     slots = [slot for slot in section.slots if slot.index in wanted]
-    paths = [path_of(slot) if slot.path is Path.DIRECT else slot.path for slot in slots]
+    may_be_direct = (Path.DIRECT, Path.MOVED)
+    paths = [path_of(slot) if slot.path in may_be_direct else slot.path for slot in slots]
     columns: list[GradientColumn] = []
     at = 0
     for slot, path in zip(slots, paths):

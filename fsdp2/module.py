@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from inspect import signature
-from typing import Any, NoReturn, cast
+from dataclasses import replace
+from typing import Any, Literal, cast
 
+import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.custom import AllGather, CustomComms, ReduceScatter, group_allocated
 from fsdp2.errors import UsageError
 from fsdp2.hooks import State, state_of, states_below
 from fsdp2.param_group import ParamGroup
@@ -25,18 +27,6 @@ class UnshardHandle(_torch.UnshardHandle):
         state, self._state = self._state, None
         if state is not None:
             state.wait_for_unshard()
-
-
-def _not_built(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: object, *args: object, **kwargs: object) -> NoReturn:
-        raise NotImplementedError(f"FSDPModule.{name} is not built yet")
-
-    theirs = getattr(_torch.FSDPModule, name, None)
-    if theirs is not None:
-        refuse.__signature__ = signature(theirs)  # type: ignore[attr-defined]
-    refuse.__name__ = name
-    refuse.__doc__ = "Not built yet: raises ``NotImplementedError``."
-    return refuse
 
 
 class FSDPModule(_torch.FSDPModule):
@@ -120,10 +110,6 @@ class FSDPModule(_torch.FSDPModule):
         """Whether backward needs this module's own parameters: an embedding's does not."""
         self._get_fsdp_state().group.switches.unshard_in_backward = unshard_in_backward
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this module's own gradient sums by ``factor`` instead of the number of ranks."""
-        self._get_fsdp_state().group.switches.divide_factor = float(factor)
-
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """What to gather before this module's forward computes, instead of the recorded order."""
         self._get_fsdp_state().forward_prefetch = _groups_of(modules)
@@ -143,21 +129,141 @@ class FSDPModule(_torch.FSDPModule):
         for schedule in {state.schedule for state in states if state.schedule}:
             schedule.reset()
 
-    set_requires_all_reduce = _not_built("set_requires_all_reduce")
-    set_all_reduce_hook = _not_built("set_all_reduce_hook")
-    set_post_optim_event = _not_built("set_post_optim_event")
-    set_reduce_scatter_divide_factor = _not_built("set_reduce_scatter_divide_factor")
-    set_reduce_scatter_max_input_buffers = _not_built("set_reduce_scatter_max_input_buffers")
-    set_reduce_scatter_unused_params = _not_built("set_reduce_scatter_unused_params")
-    set_separate_reduce_scatter_group = _not_built("set_separate_reduce_scatter_group")
-    set_custom_all_gather = _not_built("set_custom_all_gather")
-    set_custom_reduce_scatter = _not_built("set_custom_reduce_scatter")
-    set_force_sum_reduction_for_comms = _not_built("set_force_sum_reduction_for_comms")
-    set_symm_mem_for_comm = _not_built("set_symm_mem_for_comm")
-    set_allocate_memory_from_process_group_for_comm = _not_built(
-        "set_allocate_memory_from_process_group_for_comm"
-    )
-    _set_unshard_async_op = _not_built("_set_unshard_async_op")
+    # Reductions
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """On a mesh with replicas: sum gradients over them too, or keep this replica's for later.
+
+        What is kept adds up in float32, 1/N per rank.
+        """
+        for state in self._states(recurse):
+            state.group.switches.all_reduces = requires_all_reduce
+
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+    ) -> None:
+        """Call ``hook(gradients)`` in backward with this module's own reduced gradients.
+
+        ``gradients`` is flat, in the reduce dtype and divided already: all of one dtype's at
+        once. What the hook writes there becomes the gradient. It runs on ``stream``.
+
+        Raises:
+            ValueError: ``stream`` on a mesh with replicas, whose sums have a stream already.
+        """
+        if not callable(hook):
+            raise TypeError(f"set_all_reduce_hook expects a callable, got {hook!r}")
+        group = self._get_fsdp_state().group
+        if stream is not None and any(portion.replicas for portion in group.portions):
+            raise ValueError("stream cannot be set when using native HSDP")
+        group.switches.all_reduce_hook = hook
+        group.switches.all_reduce_stream = stream
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this module's own gradient sums by ``factor`` instead of the number of ranks.
+
+        The sum is over all ranks of the mesh, replicas included: 1.0 gives the plain sum.
+        """
+        if not factor > 0:
+            raise UsageError(f"the divide factor of gradients is positive, got {factor!r}")
+        self._get_fsdp_state().group.switches.divide_factor = float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The older name of :meth:`set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Give parameters that no rank used gradients of zeros; otherwise theirs stay as they are.
+
+        Ranks that use different parameters are handled in either case.
+        """
+        for state in self._states(recurse):
+            state.group.switches.fills_unused = reduce_scatter_unused_params
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """How many groups' full gradients reductions may hold at once. Default 1.
+
+        The largest number below a root is the root's.
+        """
+        if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
+            raise TypeError(f"max_input_buffers is an int, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise UsageError(f"max_input_buffers is 1 or more, got {max_input_buffers}")
+        for state in self._states(recurse):
+            state.set_max_exchanges(max_input_buffers)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce over a process group of its own, so that gathers do not queue behind reductions.
+
+        Collective: call it on all ranks alike, between steps.
+        """
+        for state in self._states(recurse):
+            for portion in state.group.portions:
+                portion.separate_reductions(enable)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Nothing to force: gradients are always summed by communication and divided after."""
+
+    # Communication of the user's
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:  # type: ignore[override]
+        """Gather this module's own parameters through ``comm``: one call per dtype, packed."""
+        self._use_custom("set_custom_all_gather", all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # type: ignore[override]
+        """Reduce this module's own gradients through ``comm``: one call per dtype, packed."""
+        self._use_custom("set_custom_reduce_scatter", reduce_scatter=comm)
+
+    def _use_custom(self, setter: str, **comms: Any) -> None:
+        for comm in comms.values():
+            if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+                raise TypeError(
+                    f"{setter} expects an object with allocate() and __call__(), like "
+                    f"fsdp2.AllGather and fsdp2.ReduceScatter; got {comm!r}"
+                )
+        group = self._get_fsdp_state().group
+        if group.custom.is_ours:
+            raise UsageError(
+                f"{setter} cannot be used together with "
+                "set_allocate_memory_from_process_group_for_comm(True); turn that off first"
+            )
+        group.use(replace(group.custom, **comms))
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Stage in memory from the process group's allocator, where its backend has one.
+
+        Where it has none, gloo for example, nothing changes.
+        """
+        group = self._get_fsdp_state().group
+        if group.custom.is_set and not group.custom.is_ours:
+            raise UsageError(
+                "set_allocate_memory_from_process_group_for_comm cannot be used together with "
+                "set_custom_all_gather or set_custom_reduce_scatter, which allocate themselves"
+            )
+        group.use(group_allocated(group.mesh) if enable else CustomComms())
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
+        """Not available: raises ``NotImplementedError``, which is a ``RuntimeError``."""
+        raise NotImplementedError(
+            f"set_symm_mem_for_comm({backend!r}): fsdp2 gathers into the parameters themselves and "
+            "has no staging buffer to take from symmetric memory; leave it out, or allocate it in "
+            "a collective of your own, set_custom_all_gather(comm)"
+        )
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """Let the next gather wait for ``event`` instead of all work given to the device so far.
+
+        Call it on the root after each optimizer step. On CPU there is nothing to wait for.
+        """
+        self._get_fsdp_state().set_optimizer_done(event)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Nothing to set: gathers are always asynchronous."""
 
 
 def _groups_of(modules: list[Any]) -> list[ParamGroup]:

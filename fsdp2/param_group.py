@@ -1,15 +1,17 @@
 """One param group: gathered together, reduced together.
 
-=============  ==============================  ====================================
-state          memory held                     left by
-=============  ==============================  ====================================
-``SHARDED``    the shard buffer                ``start_gather``
-``ARRIVING``   and the full buffer, in part    ``finish_gather``, ``free``
-``FULL``       and the full buffer             ``free``
-=============  ==============================  ====================================
+=============  ==================================  =====================================
+state          memory held                         left by
+=============  ==================================  =====================================
+``SHARDED``    the shard buffers                   ``start_gather``
+``ARRIVING``   and the full buffers, in part       ``finish_gather``, ``free``
+``FULL``       and the full buffers                ``free``, ``keep_part``
+``PART``       and a part of the full parameters,  ``start_gather``, ``free``
+               for a gather over fewer ranks
+=============  ==================================  =====================================
 
 A reduction is independent of it: ``start_reduce`` takes the gradients away from the full
-parameters, ``finish_reduce`` gives them to the shards.
+parameters, and what it returns gives them to the shards.
 """
 
 from __future__ import annotations
@@ -22,13 +24,14 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from fsdp2 import _torch
 from fsdp2.attributes import Attributes
-from fsdp2.buffers import FullBuffer, ShardBuffer, Staging
-from fsdp2.collectives import Pending, Transport, choose_transport
-from fsdp2.layout import GroupLayout, ParamSpec, Path, Section, Slot, plan_group
-from fsdp2.mesh import ShardMesh
-from fsdp2.policies import MixedPrecisionPolicy, Switches, compute_dtype
-from fsdp2.reduction import Reduction, ReductionPlan
+from fsdp2.buffers import Staging
+from fsdp2.custom import CustomComms
+from fsdp2.mesh import Axis, ShardMesh, part_group
+from fsdp2.policies import OffloadPolicy, Switches, input_dtype
+from fsdp2.portion import Portion
+from fsdp2.reduction import Reduction
 from fsdp2.sharded_param import ShardedParam
 from fsdp2.streams import Streams
 
@@ -39,6 +42,7 @@ class GroupState(Enum):
     SHARDED = "sharded"
     ARRIVING = "arriving"
     FULL = "full"
+    PART = "kept in part"
 
 
 @dataclass
@@ -72,21 +76,23 @@ class ParamGroup:
         modules: list[nn.Module],
         params: list[ShardedParam],
         mesh: ShardMesh,
-        policy: MixedPrecisionPolicy,
+        policy: _torch.MixedPrecisionPolicy,
+        offload: OffloadPolicy,
         switches: Switches,
+        part_size: int | None = None,
     ) -> None:
         self.name = type(modules[0]).__name__
         """Full name of its modules from the root, known from the first forward on."""
         self.modules = modules
-        self.params = params
         self.mesh = mesh
+        """The call's mesh; single parameters may be dealt over others."""
         self.policy = policy
+        self.offload = offload
+        self.part_size = part_size
+        """Ranks that backward gathers over, if fewer than the shard mesh has."""
         self.channel = 0
         """A number of its own under its root: keeps the messages of groups apart."""
         self.state = GroupState.SHARDED
-        self.transport: Transport | None = (
-            choose_transport(mesh.group, mesh.rank, mesh.device) if mesh.world_size > 1 else None
-        )
         self.switches = switches
         self.step = Step()
         self.is_accumulating = False
@@ -94,62 +100,74 @@ class ParamGroup:
         self.waiting: set[int] = set()
         """Trainable parameters that have no gradient yet in this backward."""
         self.on_gradients_complete: Callable[[ParamGroup], None] = _nothing_to_do
-        self.trainable: tuple[int, ...] = ()
-        """As of the last gather."""
+        self._trainable: list[tuple[int, ...]] = []
+        """Per portion, as of the last gather."""
         self._are_trainable: list[bool] = []
-        self.attributes = Attributes(params)
-        self._full: FullBuffer | None = None
-        self._gather: Pending | None = None
         self._arrived: torch.Event | None = None
         self._versions: list[int] = []
-        self._plans: dict[tuple[int, ...], ReductionPlan] = {}
+        self.custom = CustomComms()
+        self._deal(params)
+
+    def _deal(self, params: list[ShardedParam]) -> None:
+        """Sort the parameters into portions, one for each mesh."""
+        meshes: dict[ShardMesh, list[ShardedParam]] = {}
+        for param in params:
+            meshes.setdefault(param.mesh, []).append(param)
+        self.portions = [
+            Portion(members, mesh, self.policy, self.offload, self._part_axis(mesh))
+            for mesh, members in (meshes or {self.mesh: []}).items()
+        ]
+        self.params = [param for portion in self.portions for param in portion.params]
+        self.attributes = Attributes(self.params)
         self._lay_out()
 
-    # Buffers
+    def _part_axis(self, mesh: ShardMesh) -> Axis | None:
+        size = self.part_size
+        if size is None or mesh.world_size % size or not 1 < size < mesh.world_size:
+            return None
+        return part_group(mesh, size)
 
-    @torch.no_grad()
+    # Parameters
+
     def _lay_out(self) -> None:
-        """Compute the layout and move all shards into one shard buffer."""
-        specs = [self._spec(param) for param in self.params]
-        self.layout: GroupLayout = plan_group(specs, self.mesh.world_size, self._path_of)
-        device = self.params[0].local.device if self.params else self.mesh.device
-        with torch.inference_mode(False):
-            self.shards = ShardBuffer(self.layout, self.mesh.rank, device)
-            for section, slot in self._slots():
-                self.params[slot.index].bind(self.shards.local(section, slot))
-        self._full = None
-        for param in self.params:
-            param.full = None
-        self._plans.clear()
+        for portion in self.portions:
+            portion.lay_out()
+        self.input_dtype = input_dtype(self.policy, self._elements())
+        """What floating-point inputs are cast to."""
 
-    def _spec(self, param: ShardedParam) -> ParamSpec:
-        compute = compute_dtype(self.policy, param.dtype)
-        return ParamSpec(
-            param.rows.shape, param.dtype, param.dtype.itemsize, compute, compute.itemsize
-        )
+    def _elements(self) -> dict[torch.dtype, int]:
+        """Elements of the full parameters per compute dtype."""
+        counts: dict[torch.dtype, int] = {}
+        for portion in self.portions:
+            for section in portion.layout.sections:
+                assert isinstance(section.compute, torch.dtype)
+                numel = sum(slot.rows.numel for slot in section.slots)
+                counts[section.compute] = counts.get(section.compute, 0) + numel
+        return counts
 
-    def _path_of(self, spec: ParamSpec) -> Path:
-        """Large parameters are gathered where they live, small ones share a staging block."""
-        if self.transport is None:
-            return Path.DIRECT
-        numel = 1
-        for size in spec.shape:
-            numel *= size
-        shard_nbytes = numel * spec.compute_itemsize / self.mesh.world_size
-        return Path.PACKED if shard_nbytes < self.transport.pack_below_nbytes else Path.DIRECT
+    def take(self, param: ShardedParam, previous: ParamGroup) -> None:
+        """Move a parameter that modules of both groups share from the other group here."""
+        previous.free()
+        self.free()
+        previous._deal([p for p in previous.params if p is not param])
+        self._deal([*self.params, param])
 
-    def _slots(self) -> list[tuple[Section, Slot]]:
-        return [(section, slot) for section in self.layout.sections for slot in section.slots]
+    def use(self, custom: CustomComms) -> None:
+        """Communicate through the user's collectives."""
+        self.free()
+        self.custom = custom
+        for portion in self.portions:
+            portion.use(custom)
 
     @property
     def aliases_shards(self) -> bool:
-        """With one rank and no cast the full parameters are the shards."""
-        return self.transport is None and all(s.storage == s.compute for s in self.layout.sections)
+        """Whether the full parameters take no memory beside the shards."""
+        return all(portion.aliases_shards for portion in self.portions)
 
     @property
     def full_nbytes(self) -> int:
         """What this group adds to memory while it is in flight."""
-        return 0 if self.aliases_shards else self.layout.full_nbytes
+        return sum(portion.full_nbytes for portion in self.portions)
 
     def refresh(self) -> None:
         """Adopt what users put in the place of our parameters since the last gather."""
@@ -157,11 +175,11 @@ class ParamGroup:
             self._adopt_moved()
 
     def _adopt_moved(self) -> None:
-        if self.is_accumulating:
+        if self.is_accumulating or self.has_partial_sums:
             raise RuntimeError(
                 f"'{self.name}': its parameters were replaced or moved while gradients are kept "
-                "back by set_requires_gradient_sync(False); reduce them first, or call "
-                "reset_iter_state() to drop them"
+                "back by set_requires_gradient_sync(False) or set_requires_all_reduce(False); "
+                "reduce them first, or call reset_iter_state() to drop them"
             )
         self.free()
         for param in self.params:
@@ -170,73 +188,52 @@ class ParamGroup:
         self._lay_out()
 
     @torch.no_grad()
-    def _make_full(self) -> FullBuffer | None:
+    def _make_full(self) -> None:
         """Make the full parameters: once, at the first gather after each layout."""
-        with torch.inference_mode(False):
-            buffer = None
-            if not self.aliases_shards:
-                buffer = FullBuffer(self.layout, self.mesh.rank, self.shards)
-                if self.transport is not None:
-                    self._plan = self.transport.plan_gather(buffer.blocks)
-            for section, slot in self._slots():
-                view = (
-                    self.shards.local(section, slot).data
-                    if buffer is None
-                    else buffer.full(section, slot)
-                )
-                full = self.params[slot.index].make_full(view)
-                if view.is_floating_point() or view.is_complex():
-                    full.requires_grad_(True)  # a frozen one may thaw; set right at the gather
-                    full.register_post_accumulate_grad_hook(_gradient_hook(self, slot.index))
-        if buffer is not None:
-            buffer.free()
+        index_of = {id(param): i for i, param in enumerate(self.params)}
+        for portion in self.portions:
+            portion.make_full(lambda param: _gradient_hook(self, index_of[id(param)]))
         self._versions = [param.shard._version for param in self.params]
         self._are_trainable = []
-        return buffer
 
     # Gather
 
+    @property
+    def needs_gather(self) -> bool:
+        return self.state is GroupState.SHARDED or self.state is GroupState.PART
+
     @torch.no_grad()
     def start_gather(self, streams: Streams) -> None:
-        """Issue the gather of the full parameters: from ``SHARDED`` to ``ARRIVING``."""
-        assert self.state is GroupState.SHARDED, self.name
-        self.refresh()
+        """Issue the gather of the full parameters: from ``SHARDED`` or ``PART`` to ``ARRIVING``."""
+        assert self.needs_gather, self.name
+        from_part = self.state is GroupState.PART
+        if not from_part:
+            self.refresh()
         self.state = GroupState.ARRIVING
         if not self.params:
             return
         if self.params[0].full is None:
-            self._full = self._make_full()
-        self._follow_versions()
+            self._make_full()
+        if not from_part:
+            self._follow_versions()
         self.follow_trainable()
-        buffer = self._full
-        if buffer is None:
+        if self.aliases_shards:
             return
         with streams.gathering():
-            buffer.allocate()
-            if buffer.own:
-                torch._foreach_copy_(buffer.own, buffer.own_sources)
-            if buffer.blocks and self.transport is not None:
-                self._gather = self._plan.start(self.channel)
+            for portion in self.portions:
+                portion.start_gather(streams, self.channel, from_part)
             if streams.runs_ahead:
-                self._complete(buffer)
                 self._arrived = streams.event()
-
-    def _complete(self, buffer: FullBuffer) -> None:
-        if self._gather is not None:
-            self._gather.wait()
-            self._gather = None
-            for packed in buffer.packed:
-                packed.copy_out()
 
     @torch.no_grad()
     def finish_gather(self, streams: Streams) -> None:
         """Wait until the full parameters can be read: from ``ARRIVING`` to ``FULL``."""
         assert self.state is GroupState.ARRIVING, self.name
-        if self._full is not None:
-            if not streams.runs_ahead:
-                self._complete(self._full)
-            streams.compute_waits(self._arrived)
-            self._arrived = None
+        if not streams.runs_ahead:
+            for portion in self.portions:
+                portion.complete()
+        streams.compute_waits(self._arrived)
+        self._arrived = None
         self.state = GroupState.FULL
         self.attributes.attach()
 
@@ -264,7 +261,12 @@ class ParamGroup:
                 assert param.full is not None
                 param.full.requires_grad_(flag)
             self._are_trainable = flags
-            self.trainable = tuple(i for i, flag in enumerate(flags) if flag)
+            self._trainable = [portion.trainable for portion in self.portions]
+
+    @property
+    def trainable(self) -> tuple[int, ...]:
+        """As of the last gather."""
+        return tuple(i for i, flag in enumerate(self._are_trainable) if flag)
 
     @property
     def is_stale(self) -> bool:
@@ -274,15 +276,22 @@ class ParamGroup:
 
     def free(self) -> None:
         """Give the full parameters' memory back: to ``SHARDED``, from any state."""
-        if self.state is GroupState.ARRIVING and self._gather is not None:
-            self._gather.wait()
-            self._gather = None
         if self.state is GroupState.FULL:
             self.attributes.detach()
+        if self.state is not GroupState.SHARDED:
+            for portion in self.portions:
+                portion.free()
         self._arrived = None
         self.state = GroupState.SHARDED
-        if self._full is not None:
-            self._full.free()
+
+    def keep_part(self, streams: Streams) -> None:
+        """Free all but this rank's part of the smaller group's: from ``FULL`` to ``PART``."""
+        assert self.state is GroupState.FULL, self.name
+        self.attributes.detach()
+        with streams.gathering():
+            for portion in self.portions:
+                portion.keep_part()
+        self.state = GroupState.PART
 
     # Gradients
 
@@ -302,34 +311,28 @@ class ParamGroup:
         """Whether autograd left gradients that were neither reduced nor kept."""
         return 0 < len(self.waiting) < len(self.trainable)
 
+    @property
+    def has_partial_sums(self) -> bool:
+        """Whether sums of this replica wait for those of the others."""
+        return any(portion.partial.sums for portion in self.portions)
+
     def keep_gradients(self) -> None:
         """Accumulate without communication, in the reduce dtype."""
-        plan = self.reduction_plan(self.trainable)
-        plan.accumulate()
+        for portion, trainable in zip(self.portions, self._trainable):
+            portion.keep_gradients(trainable)
         self.is_accumulating = True
 
-    def start_reduce(self, streams: Streams, staging: Staging) -> Reduction:
-        """Take the gradients of the full parameters and issue their reduction."""
-        plan = self.reduction_plan(self.trainable)
-        reduction = plan.start(
-            streams, staging, self.channel, self.is_accumulating, self.switches.divide_factor
-        )
-        self.is_accumulating = False
-        return reduction
-
-    def reduction_plan(self, trainable: tuple[int, ...]) -> ReductionPlan:
-        plan = self._plans.get(trainable)
-        if plan is None:
-            plan = self._plans[trainable] = ReductionPlan(
-                self.name,
-                self.layout,
-                self.params,
-                trainable,
-                self.mesh,
-                self.policy,
-                self.transport,
+    def start_reduce(self, streams: Streams, staging: Staging) -> list[Reduction]:
+        """Take the gradients of the full parameters and issue their reductions."""
+        reductions = [
+            portion.start_reduce(
+                streams, staging, self.channel, trainable, self.is_accumulating, self.switches
             )
-        return plan
+            for portion, trainable in zip(self.portions, self._trainable)
+            if trainable
+        ]
+        self.is_accumulating = False
+        return reductions
 
     def drop_gradients(self) -> None:
         """Forget what an interrupted backward left behind."""
@@ -337,6 +340,8 @@ class ParamGroup:
             param.accumulated = None
             if param.full is not None:
                 param.full.grad = None
+        for portion in self.portions:
+            portion.partial.sums = []
         self.is_accumulating = False
         self.waiting = set()
 

@@ -1,36 +1,78 @@
-"""The reduction of one group's gradients: prepare, exchange, sum, hand over.
+"""The gradients of one portion on their way to the shards.
 
-Every trainable parameter takes part on every rank, with zeros where this rank has no
-gradient, so that ranks which used different parameters still send the same bytes. One
-flag per parameter rides along and counts the ranks that had a gradient: a parameter
+::
+
+    start      every rank sends the others what they own of its gradients
+    advance    the sums are made; replicas start to add theirs
+    finish     divided, cast and handed to the shards
+
+One flag per parameter rides along and counts the ranks that had a gradient: a parameter
 that no rank used keeps ``grad`` as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fsdp2 import _torch
 from fsdp2.buffers import Staging
-from fsdp2.collectives import Pending, Source, Transport
-from fsdp2.layout import (
-    GradientColumn,
-    GradientSection,
-    GroupLayout,
-    Path,
-    Section,
-    Slot,
-    plan_gradients,
-)
-from fsdp2.mesh import ShardMesh
-from fsdp2.policies import MixedPrecisionPolicy, reduce_dtype
+from fsdp2.collectives import Pending, Replicas, Source
+from fsdp2.layout import GradientColumn, GradientSection
 from fsdp2.sharded_param import ShardedParam
 from fsdp2.streams import Streams
+
+
+class Reduction(Protocol):
+    """A reduction under way, which ends in one of two ways."""
+
+    has_second_stage: bool
+    """Whether something remains under way after ``advance``."""
+
+    def advance(self) -> None:
+        """Sum what has arrived, and let the replicas start. More than one call does no harm."""
+        ...
+
+    def finish(self) -> None:
+        """Hand the gradients to the shards."""
+        ...
+
+    def drop(self) -> None:
+        """Let the messages arrive, which peers have sent already, and forget them."""
+        ...
+
+
+@dataclass(frozen=True)
+class GradientView:
+    """Where the gradient of this rank's rows of one parameter lies in the gradient buffer."""
+
+    index: int
+    param: ShardedParam
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """In the order of the parameter's own dimensions."""
+        view = torch.as_strided(buffer, self.shape, self.stride, self.offset)
+        return view.movedim(0, self.param.dim) if self.param.dim else view
+
+
+class SectionPlan(NamedTuple):
+    """One section of a reduction, with everything that can be known beforehand."""
+
+    gradients: GradientSection
+    storage: torch.dtype
+    compute: torch.dtype
+    reduced: torch.dtype
+    wire: torch.dtype
+    """The narrower of gradient and reduce dtype: a sum in a wider one loses nothing by it."""
+    direct: list[GradientColumn]
+    packed: list[GradientColumn]
+    views: list[GradientView]
 
 
 class ReducedSection(NamedTuple):
@@ -43,37 +85,69 @@ class ReducedSection(NamedTuple):
     """Parameters without a gradient on this rank."""
     held: list[Tensor]
     """The full gradients: their memory must not be reused before all has been read."""
-    packed: Tensor
+    packed: Tensor | None
     """The staging block, ``(world_size, packed_numel)``."""
 
     @property
     def kind(self) -> Hashable:
         """Blocks of one kind have the same shape, and their flags in the same place."""
-        return _kind(self.plan, self.packed.dtype)
+        assert self.packed is not None
+        return kind_of(self.plan, self.packed.dtype)
 
 
-def _kind(plan: SectionPlan, wire: torch.dtype) -> Hashable:
+def kind_of(plan: SectionPlan, wire: torch.dtype) -> Hashable:
     gradients = plan.gradients
     return gradients.packed_numel, len(gradients.columns), gradients.packed_ranks, wire
 
 
-class Reduction(Protocol):
-    """A reduction under way, which ends in one of two ways."""
+@dataclass
+class PartialSums:
+    """What one replica has summed while the sum over all replicas was put off, in float32."""
 
-    def finish(self) -> None:
-        """Hand the gradients to the shards."""
-        ...
+    sums: list[Tensor] = field(default_factory=list)
+    trainable: tuple[int, ...] = ()
 
-    def drop(self) -> None:
-        """Let the messages arrive, which peers have sent already, and forget them."""
-        ...
+    def add(self, buffers: list[Tensor], trainable: tuple[int, ...]) -> None:
+        if self.sums:
+            for total, buffer in zip(self.sums, buffers):
+                total.add_(buffer)
+        else:
+            self.sums = [b.to(torch.promote_types(b.dtype, torch.float32)) for b in buffers]
+            self.trainable = trainable
+
+    def add_to(self, buffers: list[Tensor]) -> None:
+        """Complete the sums of the last micro-batch, rounding once."""
+        for total, buffer in zip(self.sums, buffers):
+            buffer.copy_(total.add_(buffer))
+        self.sums = []
+
+
+class Ending(NamedTuple):
+    """What happens to the sums of one replica."""
+
+    replicas: Replicas | None
+    partial: PartialSums
+    trainable: tuple[int, ...]
+    is_put_off: bool
+    """Only add them to ``partial``."""
+    divisor: float
+    fills_unused: bool
+    hook: Callable[[Tensor], None] | None
+    hook_stream: torch.Stream | None
+    to_host: Callable[[Tensor], Tensor] | None
+    """Where the shards live on the host: brings a gradient buffer there."""
 
 
 class LocalReduction:
     """With one rank there is nothing to wait for and nothing to copy."""
 
+    has_second_stage = False
+
     def __init__(self, results: list[tuple[ShardedParam, Tensor]]) -> None:
         self._results = results
+
+    def advance(self) -> None:
+        pass
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -93,296 +167,136 @@ class ExchangedReduction:
         sections: list[ReducedSection],
         sources: list[Source],
         pending: Pending,
-        divisor: float,
+        ending: Ending,
         streams: Streams,
         staging: Staging,
     ) -> None:
         self._staging = staging
         self._sections = sections
         self._sources = sources
-        self._pending = pending
-        self._divisor = divisor
+        self._pending: Pending | None = pending
+        self._adding: Pending | None = None
+        self._ending = ending
         self._streams = streams
+        self.has_second_stage = ending.to_host is not None or (
+            ending.replicas is not None and not ending.is_put_off
+        )
         self._results: list[Tensor] = []
+        self._exchanged: torch.Event | None = None
         self._reduced: torch.Event | None = None
         if streams.runs_ahead:
-            self._results = self._sum()
-            self._reduced = streams.event()
+            self._sum()
+            if self.has_second_stage:
+                self._exchanged = streams.event()
+                with streams.replicating(self._exchanged):
+                    self._enqueue_rest()
+            else:
+                self._enqueue_rest()
 
-    def _sum(self) -> list[Tensor]:
+    def _enqueue_rest(self) -> None:
+        self._add_replicas()
+        self._results = self._complete()
+        self._reduced = self._streams.event()
+
+    # On an accelerator all of this is only enqueued
+
+    def _sum(self) -> None:
+        """The sums of this replica are in the gradient buffers."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def _add_replicas(self) -> None:
+        partial, ending = self._ending.partial, self._ending
+        buffers = [section.buffer for section in self._sections]
+        if ending.is_put_off:
+            partial.add(buffers, ending.trainable)
+            return
+        if partial.sums:
+            partial.add_to(buffers)
+        if ending.replicas is not None:
+            self._adding = ending.replicas.start(buffers)
+
+    def _complete(self) -> list[Tensor]:
         """Per section the gradient buffer in the storage dtype."""
-        self._pending.wait()
+        if self._ending.is_put_off:
+            return []
+        if self._adding is not None:
+            self._adding.wait()
+            self._adding = None
         results = []
         for section in self._sections:
-            if self._divisor != 1.0:
-                section.buffer.div_(self._divisor)
-            results.append(section.buffer.to(section.plan.storage))
+            if self._ending.divisor != 1.0:
+                section.buffer.div_(self._ending.divisor)
+            if self._ending.hook is not None:
+                self._call_hook(section)
+            result = section.buffer.to(section.plan.storage)
+            results.append(self._ending.to_host(result) if self._ending.to_host else result)
         return results
+
+    def _call_hook(self, section: ReducedSection) -> None:
+        hook, stream = self._ending.hook, self._ending.hook_stream
+        assert hook is not None
+        gradients = section.buffer[: section.plan.gradients.flags_offset]
+        if stream is None:
+            hook(gradients)
+            return
+        with self._streams.on(stream):
+            hook(gradients)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        if not self._streams.runs_ahead and self._pending is not None:
+            self._sum()
+            self._add_replicas()
+        if self.has_second_stage:
+            # Behind this event the compute stream may reuse the memory of the full gradients.
+            self._streams.compute_waits(self._exchanged)
+            self._exchanged = None
+            self._release()
+
+    def _release(self) -> None:
+        self._sources = []
+        for section in self._sections:
+            section.held.clear()
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait, sum, and hand the gradients to the shards."""
+        """Wait, and hand the gradients to the shards."""
+        self.advance()
         if not self._streams.runs_ahead:
-            self._results = self._sum()
-        # Behind this event the compute stream may reuse the memory of the full gradients.
+            self._results = self._complete()
         self._streams.compute_waits(self._reduced)
-        self._sources = []
+        if self._ending.to_host is not None and self._reduced is not None:
+            self._reduced.synchronize()  # the host reads what the copies have written
+        self._release()
         sections, self._sections = self._sections, []
         for section, result in zip(sections, self._results):
-            unused = self._unused(section) if section.missing else ()
-            for view in section.plan.views:
-                if view.index not in unused:
-                    local = torch.as_strided(result, view.shape, view.stride, view.offset)
-                    view.param.set_gradient(local)
+            self._hand_over(section, result)
+        for section in sections:
             # On an accelerator the caching allocator does better: blocks belong to streams.
-            if not section.missing and not self._streams.runs_ahead:
+            if not section.missing and section.packed is not None and not self._streams.runs_ahead:
                 self._staging.give(section.kind, section.packed)
+
+    def _hand_over(self, section: ReducedSection, result: Tensor) -> None:
+        unused = self._unused(section) if section.missing else ()
+        for view in section.plan.views:
+            if view.index not in unused:
+                view.param.set_gradient(view.of(result).contiguous())
 
     @torch.no_grad()
     def drop(self) -> None:
         if not self._streams.runs_ahead:
-            self._pending.wait()
+            self._sum()
+            if self._adding is not None:
+                self._adding.wait()
         self._streams.compute_waits(self._reduced)
         self._sources, self._sections, self._results = [], [], []
 
     def _unused(self, section: ReducedSection) -> set[int]:
         """Parameters that no rank has a gradient for. Reading the flags makes the host wait."""
+        if self._ending.fills_unused or self._ending.hook is not None:
+            return set()
         plan = section.plan.gradients
         flags = section.buffer[plan.flags_offset :].tolist()
         return {c.slot.index for c, flag in zip(plan.columns, flags) if flag == 0}
-
-
-@dataclass(frozen=True)
-class GradientView:
-    """Where the gradient of this rank's rows of one parameter lies in the gradient buffer."""
-
-    index: int
-    param: ShardedParam
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-
-
-class SectionPlan(NamedTuple):
-    """One section of a reduction, with everything that can be known beforehand."""
-
-    gradients: GradientSection
-    storage: torch.dtype
-    compute: torch.dtype
-    reduced: torch.dtype
-    wire: torch.dtype
-    """The narrower of gradient and reduce dtype: a sum in a wider one loses nothing by it."""
-    direct: list[GradientColumn]
-    packed: list[GradientColumn]
-    views: list[GradientView]
-
-
-class ReductionPlan:
-    """How the gradients of one set of trainable parameters are reduced. Made once per set."""
-
-    def __init__(
-        self,
-        group_name: str,
-        layout: GroupLayout,
-        params: list[ShardedParam],
-        trainable: tuple[int, ...],
-        mesh: ShardMesh,
-        policy: MixedPrecisionPolicy,
-        transport: Transport | None,
-    ) -> None:
-        self._group_name = group_name
-        self._params = params
-        self._mesh = mesh
-        self._policy = policy
-        self._transport = transport
-        self.sections = [
-            self._plan_section(section, trainable)
-            for section in layout.sections
-            if any(slot.index in trainable for slot in section.slots)
-        ]
-        self._all_present: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._is_float16 = any(plan.reduced is torch.float16 for plan in self.sections)
-
-    def _plan_section(self, section: Section, trainable: tuple[int, ...]) -> SectionPlan:
-        storage, compute = section.storage, section.compute
-        assert isinstance(storage, torch.dtype) and isinstance(compute, torch.dtype)
-        reduced = reduce_dtype(self._policy, compute)
-
-        def path_of(slot: Slot) -> Path:
-            transport = self._transport
-            if transport and not transport.can_reduce_direct(slot.rows.divides, compute, reduced):
-                return Path.PACKED
-            return Path.DIRECT
-
-        gradients = plan_gradients(section, trainable, path_of, reduced.itemsize)
-        return SectionPlan(
-            gradients=gradients,
-            storage=storage,
-            compute=compute,
-            reduced=reduced,
-            wire=compute if compute.itemsize < reduced.itemsize else reduced,
-            direct=[c for c in gradients.by_path(Path.DIRECT) if c.slot.rows.numel],
-            packed=[
-                c for c in gradients.by_path(Path.PACKED, Path.REPLICATED) if c.slot.rows.numel
-            ],
-            views=[self._view(column) for column in gradients.columns],
-        )
-
-    def _view(self, column: GradientColumn) -> GradientView:
-        index = column.slot.index
-        shape = column.slot.rows.local_shape(self._mesh.rank)
-        stride = torch.empty(shape, device="meta").stride()
-        return GradientView(index, self._params[index], shape, stride, column.offset)
-
-    # Prepare
-
-    @torch.no_grad()
-    def accumulate(self) -> None:
-        """Keep the gradients of this backward for a later reduction."""
-        for plan in self.sections:
-            if plan.reduced == plan.compute:
-                continue  # autograd goes on accumulating in the full parameter's own gradient
-            for column in plan.gradients.columns:
-                param = self._params[column.slot.index]
-                gradient = self._take(param)
-                if gradient is None:
-                    continue
-                if param.accumulated is None:
-                    param.accumulated = gradient.to(plan.reduced)
-                else:
-                    param.accumulated.add_(gradient)
-
-    def _take(self, param: ShardedParam) -> Tensor | None:
-        full = param.full
-        gradient = None if full is None else full.grad
-        if full is None or gradient is None:
-            return None
-        full.grad = None
-        if gradient.layout is not torch.strided:
-            raise NotImplementedError(
-                f"parameter '{param.name}' of group '{self._group_name}' got a gradient of layout "
-                f"{gradient.layout}; use dense gradients, for example nn.Embedding(sparse=False)"
-            )
-        return gradient
-
-    def _take_all(self, param: ShardedParam) -> Tensor | None:
-        """This backward's gradient and what was kept back before, summed."""
-        gradient = self._take(param)
-        kept, param.accumulated = param.accumulated, None
-        if kept is None:
-            return gradient
-        return kept if gradient is None else kept.add_(gradient)
-
-    # Exchange
-
-    @torch.no_grad()
-    def start(
-        self,
-        streams: Streams,
-        staging: Staging,
-        channel: int,
-        is_accumulating: bool,
-        divide_factor: float | None,
-    ) -> Reduction:
-        """Issue the reduction of all gradients.
-
-        ``is_accumulating`` says that some were kept back, in the reduce dtype, which then
-        goes over the wire. ``divide_factor`` replaces the number of ranks.
-        """
-        divisor = divide_factor or float(self._mesh.world_size)
-        if self._transport is None:
-            return LocalReduction(self._local_gradients(1.0 / divisor))
-        scale = 1.0
-        if self._is_float16:
-            # A sum of float16 gradients overflows where their mean does not.
-            scale, divisor = 1.0 / divisor, 1.0
-        sources: list[Source] = []
-        with streams.reducing():
-            sections = [
-                self._prepare(plan, sources, staging, is_accumulating) for plan in self.sections
-            ]
-            pending = self._transport.reduce(sources, channel, scale)
-            return ExchangedReduction(sections, sources, pending, divisor, streams, staging)
-
-    def _local_gradients(self, scale: float) -> list[tuple[ShardedParam, Tensor]]:
-        """With one rank the gradients are the sums already."""
-        results = []
-        for plan in self.sections:
-            for view in plan.views:
-                gradient = self._take_all(view.param)
-                if gradient is not None:
-                    gradient = gradient.to(plan.reduced)
-                    gradient = gradient.mul_(scale) if scale != 1.0 else gradient
-                    results.append((view.param, gradient.to(plan.storage)))
-        return results
-
-    def _prepare(
-        self,
-        plan: SectionPlan,
-        sources: list[Source],
-        staging: Staging,
-        is_accumulating: bool,
-    ) -> ReducedSection:
-        """Make the gradient buffer of one section, and of its gradients what goes into it."""
-        wire = plan.reduced if is_accumulating else plan.wire
-        missing: list[int] = []
-        full: dict[int, Tensor] = {}
-        for view in plan.views:
-            gradient = self._take_all(view.param)
-            if gradient is None:
-                missing.append(view.index)
-                shape = view.param.rows.shape
-                gradient = torch.zeros(shape, dtype=wire, device=self._mesh.device)
-            elif gradient.dtype is not wire or not gradient.is_contiguous():
-                gradient = gradient.to(wire).contiguous()
-            full[view.index] = gradient
-        buffer = torch.empty(plan.gradients.numel, dtype=plan.reduced, device=self._mesh.device)
-        for column in plan.direct:
-            chunk = column.slot.rows.chunk_numel
-            out = buffer.narrow(0, column.offset, chunk)
-            sources.append(Source(full[column.slot.index].view(-1), chunk, out))
-        packed = self._pack(plan, full, missing, staging, wire)
-        packed_numel = plan.gradients.packed_numel
-        out = buffer.narrow(0, plan.gradients.packed_offset, packed_numel)
-        sources.append(Source(packed.view(-1), packed_numel, out))
-        return ReducedSection(plan, buffer, missing, list(full.values()), packed)
-
-    def _pack(
-        self,
-        plan: SectionPlan,
-        full: dict[int, Tensor],
-        missing: list[int],
-        staging: Staging,
-        wire: torch.dtype,
-    ) -> Tensor:
-        """Row r of the packed block is what rank r owns of each small gradient, and the flags."""
-        gradients = plan.gradients
-        owners = gradients.packed_ranks
-        flags = self._flags(plan, missing, wire)
-        packed = staging.take(_kind(plan, wire))
-        is_new = packed is None
-        if packed is None:
-            shape = self._mesh.world_size, gradients.packed_numel
-            packed = torch.empty(shape, dtype=wire, device=self._mesh.device)
-        if owners:
-            columns = [full[column.slot.index] for column in plan.packed]
-            columns = [c.expand(owners, 1) if c.ndim == 0 else c for c in columns]
-            columns.append(flags.expand(owners, -1))
-            _torch.chunk_cat(columns, owners, out=packed[:owners])
-        if is_new or missing:  # what the other ranks get besides the flags they do not read
-            packed[owners:, gradients.packed_numel - len(flags) :] = flags
-        return packed
-
-    def _flags(self, plan: SectionPlan, missing: list[int], wire: torch.dtype) -> Tensor:
-        """One per parameter: 1 where this rank has a gradient."""
-        columns = plan.gradients.columns
-        flags = self._all_present.get((len(columns), wire))
-        if flags is None:
-            flags = torch.ones(len(columns), dtype=wire, device=self._mesh.device)
-            self._all_present[len(columns), wire] = flags
-        if missing:
-            flags = flags.clone()
-            for i, column in enumerate(columns):
-                if column.slot.index in missing:
-                    flags[i] = 0
-        return flags

@@ -16,15 +16,19 @@ time and nothing else.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 
 from fsdp2 import _torch
 from fsdp2.buffers import Staging
+from fsdp2.collectives import gather_values
 from fsdp2.order import Order, enclosing
 from fsdp2.param_group import GroupState, ParamGroup, Step
 from fsdp2.reduction import Reduction
 from fsdp2.streams import Streams
 from fsdp2.tracing import Trace
+
+_NO_TRACE = nullcontext()
 
 DEFAULT_LIMIT = 2
 """One group computing, one arriving."""
@@ -59,7 +63,11 @@ class Schedule:
         self._in_flight: list[ParamGroup] = []
         """Groups that are freed behind use, oldest gather first; kept ones do not count."""
         self._staging = Staging()
-        self._reductions: list[tuple[ParamGroup, Reduction]] = []
+        self.max_exchanges = 1
+        """Reductions whose full gradients may be held at once."""
+        self._exchanging: list[tuple[ParamGroup, list[Reduction]]] = []
+        self._adding: list[tuple[ParamGroup, list[Reduction]]] = []
+        """Summed, and with the other replicas or on their way to the host."""
         self._recomputed: ParamGroup | None = None
         """The last group that activation checkpointing ran again, not freed yet."""
         self._left: list[ParamGroup] = []
@@ -86,15 +94,11 @@ class Schedule:
 
     def make_full(self, group: ParamGroup) -> None:
         """Return with the full parameters readable by what is computed next."""
-        if group.state is GroupState.SHARDED:
+        if group.needs_gather:
             self.start_gather(group, "on demand")
         if group.state is GroupState.ARRIVING:
-            trace = self.trace
-            if trace is None:
+            with self._waiting("wait", group):
                 group.finish_gather(self.streams)
-            else:
-                with trace.waiting("wait", group.name):
-                    group.finish_gather(self.streams)
 
     def free(self, group: ParamGroup) -> None:
         if group.state is not GroupState.SHARDED:
@@ -113,7 +117,7 @@ class Schedule:
         """Gather what comes after ``group``."""
         if explicit is not None:
             for other in explicit:
-                if other.state is GroupState.SHARDED:
+                if other.needs_gather:
                     self.start_gather(other, "as listed")
             return
         outer = self._enclosing[group]
@@ -121,7 +125,7 @@ class Schedule:
         for other in order.upcoming():
             if counted >= self.limit:
                 return
-            if other.state is GroupState.SHARDED and self._will_gather(other):
+            if other.needs_gather and self._will_gather(other):
                 counted += 1
                 self.start_gather(other, "ahead")
 
@@ -175,6 +179,7 @@ class Schedule:
             self._advance(self.forward_order, group)
         if self.phase is Phase.BACKWARD and self._recomputed not in (None, group):
             self._free_recomputed()
+        # A part that was kept for a backward which never came is as stale as a full group.
         is_kept = group.state is not GroupState.SHARDED and group.step.running == 1
         if is_kept and not group.step.in_backward:
             self._renew(group)
@@ -188,7 +193,7 @@ class Schedule:
         """A group was kept since an earlier forward, and its shards may have changed meanwhile."""
         if group.is_stale:
             self.free(group)
-        elif group.params:
+        elif group.params and group.state is not GroupState.PART:
             group.follow_trainable()
 
     def _check_same_order(self, channel: int) -> None:
@@ -196,10 +201,9 @@ class Schedule:
 
         Ranks that disagree would wait for each other, or read each other's layers.
         """
-        transport = next((g.transport for g in self.groups if g.transport), None)
-        if transport is None:
-            return
-        channels = transport.all_values(channel, self.groups[0].mesh.device)
+        mesh = self.groups[0].mesh
+        groups = [axis.group for axis in (mesh.shard, mesh.replicas) if axis.group is not None]
+        channels = gather_values([channel], groups, mesh.device)
         if len(set(channels)) > 1:
             end = f"the end of {self.phase.value}"
             names = [*(f"'{group.name}'" for group in self.groups), end]
@@ -226,7 +230,16 @@ class Schedule:
         if self.phase is Phase.FORWARD:
             self._left.append(group)
         if is_last_call and group.switches.reshard_after_forward:
+            self._free_after_forward(group)
+
+    def _free_after_forward(self, group: ParamGroup) -> None:
+        if group.part_size is None or not group.step.ran or group.state is not GroupState.FULL:
             self.free(group)
+            return
+        self._note("keep part", group)
+        group.keep_part(self.streams)
+        if group in self._in_flight:
+            self._in_flight.remove(group)
 
     def _free_recomputed(self) -> None:
         group, self._recomputed = self._recomputed, None
@@ -291,22 +304,44 @@ class Schedule:
             group.keep_gradients()
 
     def _start_reduce(self, group: ParamGroup) -> None:
-        """Issue this reduction, then sum the one before it while the bytes of this one travel.
+        """Issue this reduction, then sum those before it while the bytes of this one travel.
 
-        One at a time stays under way, since it holds its group's full gradients.
+        ``max_exchanges`` stay under way, since each holds its group's full gradients. Where
+        there are replicas, one more group adds up theirs meanwhile.
         """
         self._note("reduce", group)
-        earlier, self._reductions = self._reductions, []
-        self._reductions.append((group, group.start_reduce(self.streams, self._staging)))
+        started = group.start_reduce(self.streams, self._staging)
+        self._exchanging.append((group, started))
+        while len(self._exchanging) > self.max_exchanges:
+            self._sum(*self._exchanging.pop(0))
+
+    def _sum(self, group: ParamGroup, reductions: list[Reduction]) -> None:
+        """Make the sums of one group; finish those of the group before it."""
+        earlier, self._adding = self._adding, []
+        if any(reduction.has_second_stage for reduction in reductions):
+            with self._waiting("summed", group):
+                for reduction in reductions:
+                    reduction.advance()
+            self._adding.append((group, reductions))
+        else:
+            earlier.append((group, reductions))
         self._finish(earlier)
 
-    def _finish(self, reductions: list[tuple[ParamGroup, Reduction]]) -> None:
-        for group, reduction in reductions:
-            if self.trace is None:
-                reduction.finish()
-            else:
-                with self.trace.waiting("reduced", group.name):
+    def _finish(self, started: list[tuple[ParamGroup, list[Reduction]]]) -> None:
+        for group, reductions in started:
+            with self._waiting("reduced", group):
+                for reduction in reductions:
                     reduction.finish()
+
+    def _finish_all(self) -> None:
+        while self._exchanging:
+            self._sum(*self._exchanging.pop(0))
+        earlier, self._adding = self._adding, []
+        self._finish(earlier)
+
+    def _waiting(self, event: str, group: ParamGroup) -> AbstractContextManager[object]:
+        trace = self.trace
+        return _NO_TRACE if trace is None else trace.waiting(event, group.name)
 
     def end_backward(self) -> None:
         """Called by autograd when it has no more to do."""
@@ -316,8 +351,7 @@ class Schedule:
         for group in self.groups:
             self._settle(group)
         if self.is_last_backward:
-            self._finish(self._reductions)
-            self._reductions = []
+            self._finish_all()
         self._recomputed = None
         for group in self.groups:
             if group.switches.reshard_after_backward and group.state is not GroupState.SHARDED:
@@ -334,7 +368,8 @@ class Schedule:
         step = group.step
         if group.switches.reduces_gradients:
             is_unused = step.ran and not step.is_settled and bool(group.trainable)
-            is_due = self.is_last_backward and (is_unused or group.is_accumulating)
+            is_kept_back = group.is_accumulating or group.has_partial_sums
+            is_due = self.is_last_backward and (is_unused or is_kept_back)
         else:
             # Also without a gradient: all ranks agree on whether they accumulate.
             is_due = step.ran
@@ -344,9 +379,11 @@ class Schedule:
 
     def reset(self) -> None:
         """Forget an iteration that raised, with its gradients that were not reduced yet."""
-        for _, reduction in self._reductions:
-            reduction.drop()
-        self._reductions.clear()
+        for _, reductions in [*self._adding, *self._exchanging]:
+            for reduction in reductions:
+                reduction.drop()
+        self._adding.clear()
+        self._exchanging.clear()
         self._recomputed = None
         for group in self.groups:
             group.attributes.hide()

@@ -5,16 +5,21 @@ The tensors of a parameter have these names everywhere:
 ``shard``   the ``nn.Parameter`` over a DTensor that module and optimizer hold
 ``local``   the tensor inside it: this rank's rows, a view of the shard buffer
 ``full``    the gathered ``nn.Parameter`` that forward and backward compute with,
-            a view of the full buffer
+            a view of the full buffer; a DTensor over such a view where the parameter
+            was a DTensor before it was sharded (tensor parallelism)
+
+"Rows" are slices along the dimension that is split, the first unless asked otherwise.
 """
 
 from __future__ import annotations
 
+from math import prod
 from typing import NamedTuple
+from weakref import ref
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
 from fsdp2.errors import UsageError
@@ -22,9 +27,9 @@ from fsdp2.layout import Rows
 from fsdp2.mesh import ShardMesh
 
 OWNER = "_fsdp2_owner"
-"""Left on a parameter that was sharded away: the name under which it now lives."""
+"""Left on a parameter that was sharded away: a weak reference to its ``ShardedParam``."""
 
-_IS_SHARD = "_fsdp2_is_shard"
+IS_SHARD = "_fsdp2_is_shard"
 
 
 class Place(NamedTuple):
@@ -35,44 +40,100 @@ class Place(NamedTuple):
     name: str
     """Full name, from the module given to ``fully_shard``."""
 
+    @property
+    def registered(self) -> nn.Parameter | None:
+        return self.module._parameters.get(self.attribute)
+
+
+class Deal(NamedTuple):
+    """How one parameter is dealt to the ranks."""
+
+    mesh: ShardMesh
+    dim: int = 0
+    """The dimension that is split."""
+
+
+def owner_of(param: Tensor) -> ShardedParam | None:
+    """Who owns a parameter that was sharded away; None for any other."""
+    reference = getattr(param, OWNER, None)
+    return None if reference is None else reference()
+
 
 class ShardedParam:
     """A parameter of one group and the tensors that stand for it."""
 
-    def __init__(self, places: list[Place], mesh: ShardMesh) -> None:
-        original = places[0].module._parameters[places[0].attribute]
+    def __init__(self, places: list[Place], deal: Deal) -> None:
+        original = places[0].registered
         assert original is not None
         self.places = places
-        self.name = places[0].name
-        self.spec: _torch.DTensorSpec
-        """Of the shard, and so of its gradient."""
-        self.rows = Rows(tuple(original.shape), mesh.world_size)
-        self.rank = mesh.rank
-        self.mesh = mesh
+        self.name = self.given_name = places[0].name
+        """``name`` is full from the first forward on; the other one is what policies know."""
+        self.mesh, self.dim = deal
+        self.rank = self.mesh.rank
+        self.outer = _torch.spec_of(original) if isinstance(original, _torch.DTensor) else None
+        """How the parameter was laid out before it was sharded; None if it was a plain tensor."""
+        whole = original.detach() if self.outer is None else _torch.local_of(original.detach())
+        self.rows = Rows(_moved(tuple(whole.shape), self.dim), self.mesh.world_size)
         self.dtype = original.dtype
-        self.shard = self._make_shard(original)
+        self.spec = self._spec_of_shard(tuple(original.shape))
+        """Of the shard, and so of its gradient."""
+        self.shard = self._make_shard(original, whole)
         self.local = _torch.local_of(self.shard)
         self.full: nn.Parameter | None = None
         self.accumulated: Tensor | None = None
         """Gradients kept back by ``set_requires_gradient_sync(False)``, in the reduce dtype."""
 
-    def _make_shard(self, original: nn.Parameter) -> nn.Parameter:
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the full parameter on this rank: its own part, where others have cut it already."""
+        return _restored(self.rows.shape, self.dim)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return _restored(self.rows.local_shape(self.rank), self.dim)
+
+    def _spec_of_shard(self, shape: tuple[int, ...]) -> _torch.DTensorSpec:
+        dim = None if self.rows.is_scalar else self.dim
+        mesh, placements = self.mesh.mesh, self.mesh.placements(dim)
+        if self.outer is not None:
+            mesh, placements = _joint_layout(self.name, self.outer, self.mesh, dim)
+        return _torch.dtensor_spec(mesh, placements, shape, self.dtype)
+
+    def _make_shard(self, original: nn.Parameter, whole: Tensor) -> nn.Parameter:
         """Cut this rank's rows out of a full parameter and register them in its stead."""
-        placement = Replicate() if self.rows.is_scalar else Shard(0)
-        spec = _torch.dtensor_spec(self.mesh.mesh, (placement,), self.rows.shape, self.dtype)
-        source = original.detach()
+        source = whole
         if not self.rows.is_scalar:
             start, stop = self.rows.bounds(self.rank)
-            source = source[start:stop]
-        shard = nn.Parameter(_torch.dtensor(source, spec), requires_grad=original.requires_grad)
+            source = whole.narrow(self.dim, start, stop - start)
+        shard = nn.Parameter(
+            _torch.dtensor(source, self.spec), requires_grad=original.requires_grad
+        )
         _torch.set_local(shard, source)
-        shard.__dict__.update({k: v for k, v in original.__dict__.items() if k != OWNER})
-        setattr(shard, _IS_SHARD, True)
-        self.spec = spec
+        theirs = ("_local_tensor", "_spec", OWNER)
+        shard.__dict__.update({k: v for k, v in original.__dict__.items() if k not in theirs})
+        setattr(shard, IS_SHARD, True)
         for place in self.places:
             place.module._parameters[place.attribute] = shard
-        setattr(original, OWNER, self.name)
+        setattr(original, OWNER, ref(self))
         return shard
+
+    def add_places(self, places: list[Place]) -> None:
+        """Further attributes that hold this parameter."""
+        self.places += places
+        for place in places:
+            place.module._parameters[place.attribute] = self.shard
+
+    def rename(self, names: dict[int, str]) -> None:
+        """Name it from another root; ``names`` has those of modules, by ``id``."""
+
+        def renamed(place: Place) -> Place:
+            prefix = names.get(id(place.module))
+            if prefix is None:
+                return place
+            return place._replace(name=f"{prefix}.{place.attribute}".lstrip("."))
+
+        self.places = [renamed(place) for place in self.places]
+        self.name = self.places[0].name
 
     def bind(self, local: Tensor) -> None:
         """Move this rank's rows into ``local``, a view of the shard buffer."""
@@ -84,8 +145,7 @@ class ShardedParam:
     @property
     def registered(self) -> nn.Parameter | None:
         """What the module's table holds now: the shard, unless the user replaced it."""
-        module, attribute, _ = self.places[0]
-        return module._parameters.get(attribute)
+        return self.places[0].registered
 
     @property
     def has_moved(self) -> bool:
@@ -98,24 +158,24 @@ class ShardedParam:
         if not isinstance(registered, _torch.DTensor):
             raise UsageError(
                 f"parameter '{self.name}' was replaced after fully_shard by "
-                f"{_described(registered)}; put a DTensor with placement Shard(0) on the same "
-                "mesh there, for example through load_state_dict(..., assign=True)"
+                f"{_described(registered)}; put a DTensor with placements {self.spec.placements} "
+                "on the same mesh there, for example through load_state_dict(..., assign=True)"
             )
-        if tuple(registered.shape) != self.rows.shape:
+        if registered.shape != self.spec.shape:
             raise UsageError(
                 f"parameter '{self.name}' was replaced after fully_shard by one of shape "
-                f"{tuple(registered.shape)}; its shape was {self.rows.shape}"
+                f"{tuple(registered.shape)}; its shape was {tuple(self.spec.shape)}"
             )
-        expected = _torch.spec_of(self.shard)
-        if registered.device_mesh != self.mesh.mesh or registered.placements != expected.placements:
+        expected = self.spec
+        if registered.device_mesh != expected.mesh or registered.placements != expected.placements:
             raise UsageError(
                 f"parameter '{self.name}' was replaced after fully_shard by a DTensor with "
                 f"{registered.placements} on {registered.device_mesh}; it must have "
-                f"{expected.placements} on {self.mesh.mesh}"
+                f"{expected.placements} on {expected.mesh}"
             )
         self.shard = registered
         self.spec = _torch.spec_of(registered)
-        setattr(self.shard, _IS_SHARD, True)
+        setattr(self.shard, IS_SHARD, True)
         self.local = _torch.local_of(registered)
         self.dtype = self.local.dtype
         for place in self.places[1:]:
@@ -123,11 +183,34 @@ class ShardedParam:
 
     def make_full(self, view: Tensor) -> nn.Parameter:
         """Build the full parameter over its slice of the full buffer."""
-        full = nn.Parameter(view, requires_grad=self.shard.requires_grad)
-        ours = ("_local_tensor", "_spec", _IS_SHARD)
+        tensor = view
+        if self.outer is not None:
+            spec = self.outer
+            shape = tuple(spec.shape)
+            made = _torch.dtensor_spec(spec.mesh, spec.placements, shape, view.dtype)
+            tensor = _torch.dtensor(view, made)
+        full = nn.Parameter(tensor, requires_grad=self.shard.requires_grad)
+        if self.outer is not None:
+            _torch.set_local(full, view)
+        ours = ("_local_tensor", "_spec", IS_SHARD)
         full.__dict__.update({k: v for k, v in self.shard.__dict__.items() if k not in ours})
         self.full = full
         return full
+
+    def plain(self, gradient: Tensor) -> Tensor:
+        """This rank's part of a full gradient, summed over all meshes that are not ours."""
+        if self.outer is None or not isinstance(gradient, _torch.DTensor):
+            return gradient
+        ours = _data_dims(self.outer, self.mesh)
+        wanted = [
+            found if dim in ours and found.is_partial() else placement
+            for dim, (found, placement) in enumerate(
+                zip(gradient.placements, self.outer.placements)
+            )
+        ]
+        if tuple(wanted) != gradient.placements:
+            gradient = gradient.redistribute(placements=wanted)
+        return _torch.local_of(gradient)
 
     def set_gradient(self, local: Tensor) -> None:
         """Give the shard its reduced gradient, or add to the one it has.
@@ -143,64 +226,81 @@ class ShardedParam:
             hook(self.shard)
 
 
+def _moved(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[dim : dim + 1], *shape[:dim], *shape[dim + 1 :])
+
+
+def _restored(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return (*shape[1 : dim + 1], *shape[:1], *shape[dim + 1 :])
+
+
+# Parameters that others laid out before
+
+
+def _data_dims(outer: _torch.DTensorSpec, mesh: ShardMesh) -> tuple[int, ...]:
+    """The dimensions of the parameter's own mesh over which gradients are summed here."""
+    ours = mesh.data_names
+    return tuple(i for i, name in enumerate(outer.mesh.mesh_dim_names or ()) if name in ours)
+
+
+def _joint_layout(
+    name: str, outer: _torch.DTensorSpec, mesh: ShardMesh, dim: int | None
+) -> tuple[_torch.DeviceMesh, tuple[Placement, ...]]:
+    """The mesh and placements of the shards of a parameter that is a DTensor already."""
+    if mesh.spmd is not None:
+        joint = mesh.mesh
+        theirs = _spmd_placements(name, outer, mesh)
+    else:
+        joint = _concatenated(name, outer.mesh, mesh)
+        theirs = dict(enumerate(outer.placements, start=mesh.mesh.ndim))
+    found: list[Placement] = [theirs.get(i, Replicate()) for i in range(joint.ndim)]
+    if dim is not None and mesh.shard_dim is not None:
+        behind = range(mesh.shard_dim + 1, joint.ndim)
+        sizes = [joint.size(i) for i in behind if found[i].is_shard(dim)]
+        found[mesh.shard_dim] = _torch.shard_of(dim, prod(sizes))
+    return joint, tuple(found)
+
+
+def _spmd_placements(name: str, outer: _torch.DTensorSpec, mesh: ShardMesh) -> dict[int, Placement]:
+    """Of the dimensions that are not data parallel, by their place in the shards' mesh."""
+    if outer.mesh != mesh.spmd:
+        raise UsageError(
+            f"parameter '{name}' must be a DTensor on the same mesh as the argument mesh, "
+            f"{mesh.spmd}, when dp_mesh_dims is given; its mesh is {outer.mesh}"
+        )
+    names = mesh.mesh.mesh_dim_names or ()
+    theirs: dict[int, Placement] = {}
+    for own_name, placement in zip(outer.mesh.mesh_dim_names or (), outer.placements):
+        if own_name not in mesh.data_names:
+            theirs[names.index(own_name)] = placement
+        elif not placement.is_replicate():
+            raise UsageError(
+                f"Expected Replicate() for parameter '{name}' on the data-parallel mesh dim "
+                f"'{own_name}' but got {placement}; fully_shard itself splits it there"
+            )
+    return theirs
+
+
+def _concatenated(name: str, theirs: _torch.DeviceMesh, mesh: ShardMesh) -> _torch.DeviceMesh:
+    if theirs.device_type != mesh.mesh.device_type:
+        raise ValueError(
+            f"parameter '{name}': Requires DTensor to have mesh of the same type as the FSDP mesh "
+            f"but got {theirs.device_type} for DTensor and {mesh.mesh.device_type} for FSDP"
+        )
+    if _torch.root_mesh(theirs) != _torch.root_mesh(mesh.mesh):
+        raise UsageError(
+            f"parameter '{name}' is a DTensor on {theirs}, which is not cut from the same mesh as "
+            f"{mesh.mesh}; cut both from one init_device_mesh(..., mesh_dim_names=...)"
+        )
+    if set(theirs.mesh_dim_names or ()) & set(mesh.mesh.mesh_dim_names or ()):
+        raise UsageError(
+            f"parameter '{name}' is a DTensor on {theirs}, which shares a dimension with the "
+            f"data-parallel mesh {mesh.mesh}; for a mesh that holds both pass dp_mesh_dims"
+        )
+    return _torch.concatenated([mesh.mesh, theirs])
+
+
 def _described(value: Tensor | None) -> str:
     if value is None:
         return "None"
     return f"a {type(value).__name__} of shape {tuple(value.shape)}"
-
-
-def find_params(
-    modules: list[nn.Module], mesh: ShardMesh, ignored: set[nn.Parameter], owned: set[nn.Module]
-) -> list[ShardedParam]:
-    """Shard what lies below ``modules`` and no earlier call owns."""
-    places: dict[nn.Parameter, list[Place]] = {}
-    visited: set[nn.Module] = set(owned)
-    for root in modules:
-        _find_places(root, "", ignored, visited, places)
-    for found in places.values():
-        _check(found[0])
-    return [ShardedParam(found, mesh) for found in places.values()]
-
-
-def _find_places(
-    module: nn.Module,
-    prefix: str,
-    ignored: set[nn.Parameter],
-    visited: set[nn.Module],
-    places: dict[nn.Parameter, list[Place]],
-) -> None:
-    """Depth first; a module that an earlier call owns ends the descent."""
-    if module in visited:
-        return
-    visited.add(module)
-    for attribute, param in module._parameters.items():
-        is_taken = param is None or param in ignored or hasattr(param, _IS_SHARD)
-        if param is not None and not is_taken:
-            places.setdefault(param, []).append(Place(module, attribute, prefix + attribute))
-    for name, child in module.named_children():
-        _find_places(child, f"{prefix}{name}.", ignored, visited, places)
-
-
-def _check(place: Place) -> None:
-    param = place.module._parameters[place.attribute]
-    assert param is not None
-    owner = getattr(param, OWNER, None)
-    if owner is not None:
-        raise UsageError(
-            f"parameter '{place.name}' is already managed by another fully_shard call, under the "
-            f"name '{owner}': tied weights must belong to one call; shard their modules together, "
-            "fully_shard([a, b]), or leave both to an outer call"
-        )
-    if isinstance(param, _torch.DTensor):
-        raise NotImplementedError(
-            f"parameter '{place.name}' is a DTensor on {param.device_mesh} already; "
-            "sharding a tensor-parallel layout is not built yet"
-        )
-    if isinstance(param, nn.parameter.UninitializedParameter):
-        raise UsageError(
-            f"parameter '{place.name}' is not initialised yet; run the lazy module once first"
-        )
-    if param.layout is not torch.strided:
-        raise UsageError(
-            f"parameter '{place.name}' has layout {param.layout}; only dense ones shard"
-        )

@@ -1,14 +1,16 @@
 """Streams and events of a device type; nothing on CPU.
 
-On an accelerator gathers and reductions each have a stream. A buffer is allocated on the
-stream that fills it. Before such a stream touches memory it waits for what the compute
-stream has been given so far: that covers the optimizer's writes to the shards, and the
-last reader of any full buffer freed earlier, whose memory may be handed out again.
+On an accelerator gathers, reductions and sums over replicas each have a stream. A buffer
+is allocated on the stream that fills it. Before such a stream touches memory it waits for
+what the compute stream has been given so far: that covers the optimizer's writes to the
+shards, and the last reader of any full buffer freed earlier, whose memory may be handed
+out again.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -26,6 +28,18 @@ class Streams(Protocol):
 
     def reducing(self) -> AbstractContextManager[object]:
         """The scope of a reduction, likewise."""
+        ...
+
+    def replicating(self, behind: torch.Event | None) -> AbstractContextManager[object]:
+        """The scope of what follows a reduction, behind the event of its sums."""
+        ...
+
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        """A user's stream, behind the current one, which then waits for it."""
+        ...
+
+    def wait_once(self, event: torch.Event) -> None:
+        """The next gather runs behind ``event`` instead of behind all that compute was given."""
         ...
 
     def event(self) -> torch.Event | None:
@@ -51,6 +65,15 @@ class HostStreams:
     def reducing(self) -> AbstractContextManager[object]:
         return self._scope
 
+    def replicating(self, behind: torch.Event | None) -> AbstractContextManager[object]:
+        return self._scope
+
+    def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
+        return self._scope
+
+    def wait_once(self, event: torch.Event) -> None:
+        pass
+
     def event(self) -> torch.Event | None:
         return None
 
@@ -59,7 +82,7 @@ class HostStreams:
 
 
 class DeviceStreams:
-    """An accelerator: one stream for gathers and one for reductions."""
+    """An accelerator: a stream each for gathers, reductions and sums over replicas."""
 
     runs_ahead = True
 
@@ -68,9 +91,32 @@ class DeviceStreams:
         # High priority: a gather that waits behind compute kernels delays the next compute.
         self._gather = self._module.Stream(device=device, priority=-1)
         self._reduce = self._module.Stream(device=device, priority=-1)
+        # Of its own: the next group's reduction need not wait behind this group's replicas.
+        self._replicate = self._module.Stream(device=device, priority=-1)
+        self._optimizer_done: torch.Event | None = None
 
     def gathering(self) -> AbstractContextManager[object]:
-        return self._scope(self._gather)
+        event, self._optimizer_done = self._optimizer_done, None
+        if event is None:
+            return self._scope(self._gather)
+        self._gather.wait_event(event)
+        return self._module.stream(self._gather)
+
+    def wait_once(self, event: torch.Event) -> None:
+        self._optimizer_done = event
+
+    def replicating(self, behind: torch.Event | None) -> AbstractContextManager[object]:
+        if behind is not None:
+            self._replicate.wait_event(behind)
+        return self._module.stream(self._replicate)
+
+    @contextmanager
+    def on(self, stream: torch.Stream) -> Iterator[None]:
+        current = self._module.current_stream()
+        stream.wait_stream(current)
+        with self._module.stream(stream):
+            yield
+        current.wait_stream(stream)
 
     def reducing(self) -> AbstractContextManager[object]:
         return self._scope(self._reduce)
@@ -90,3 +136,15 @@ class DeviceStreams:
 def streams_of(device: torch.device) -> Streams:
     """One set of streams per root: its groups share them."""
     return HostStreams() if device.type == "cpu" else DeviceStreams(device)
+
+
+class SharedStreams:
+    """One set of streams for several roots."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Streams] = {}
+
+    def of(self, device: torch.device) -> Streams:
+        if device not in self._streams:
+            self._streams[device] = streams_of(device)
+        return self._streams[device]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib.metadata
 import importlib.resources
 import inspect
@@ -22,18 +23,28 @@ from harness import Ranks, distributed
 from models import Net, assert_idle, assert_same, assert_same_params, data_parallel, shard_blocks
 
 PUBLIC = [
+    "AllGather",
     "CPUOffloadPolicy",
+    "Comm",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "ReduceScatter",
+    "ShardPlacementResult",
     "Trace",
     "UnshardHandle",
     "UsageError",
     "__version__",
+    "clip_grad_norm_",
     "explain",
+    "full_gradients",
+    "full_parameters",
     "fully_shard",
     "register_fsdp_forward_method",
     "set_inflight_limit",
+    "share_comm_ctx",
+    "sync_replicas",
     "trace",
 ]
 
@@ -106,8 +117,11 @@ def test_functions_have_pytorchs_signatures() -> None:
 
 
 def test_policies_are_pytorchs() -> None:
-    """A policy built with either library is one of both."""
-    assert fsdp2.MixedPrecisionPolicy is theirs.MixedPrecisionPolicy
+    """A policy built with either library is one of both; ours has two more fields."""
+    assert issubclass(fsdp2.MixedPrecisionPolicy, theirs.MixedPrecisionPolicy)
+    ours, base = (dataclasses.fields(m.MixedPrecisionPolicy) for m in (fsdp2, theirs))
+    assert [(f.name, f.default) for f in ours[:4]] == [(f.name, f.default) for f in base]
+    assert [f.name for f in ours[4:]] == ["uncast_inputs", "buffer_dtype"]
     assert fsdp2.OffloadPolicy is theirs.OffloadPolicy
     assert fsdp2.CPUOffloadPolicy is theirs.CPUOffloadPolicy
 

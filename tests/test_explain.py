@@ -99,7 +99,7 @@ Linear: 2 parameters over 2 ranks, freed after forward""",
         self.assertExpectedInline(
             run(alone, 1)[0],
             """\
-Linear: 2 parameters over 1 ranks, kept after forward
+Linear: 2 parameters over 1 rank, kept after forward
   shard 48 B, full 0 B, padding 0 B (0.0%), no communication, limit 2 in flight
   weight (2, 3), rows 2, torch.float32 -> torch.float32 -> torch.float32
     gather: none: one rank, the full parameter is the shard

@@ -59,7 +59,7 @@ class Census:
 
         def changed(buffer: buffers.FullBuffer) -> None:
             original(buffer)
-            [storage] = {t.untyped_storage() for t in buffer.blocks[:1]}
+            storage = buffer._storage
             if storage._cdata in ignored:
                 return
             (self.held.add if storage.nbytes() else self.held.discard)(storage._cdata)

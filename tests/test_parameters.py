@@ -329,15 +329,6 @@ def test_embedding_and_head_tied_under_one_call(ranks: Ranks) -> None:
 
 
 @distributed(2)
-def test_tied_weights_in_two_calls_are_refused(ranks: Ranks) -> None:
-    """The error names the parameter and where it is managed already."""
-    model = Net(tied=True)
-    fully_shard(model.embedding)
-    with pytest.raises(ValueError, match="'head.weight' is already managed by another"):
-        fully_shard(model)
-
-
-@distributed(2)
 def test_attributes_of_a_parameter_survive(ranks: Ranks) -> None:
     """What users hang on a parameter is on its shard, and on the full one inside forward."""
 

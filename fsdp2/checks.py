@@ -1,0 +1,49 @@
+"""What must hold when the first forward begins."""
+
+from __future__ import annotations
+
+from fsdp2.errors import UsageError
+from fsdp2.find import Tie
+from fsdp2.param_group import ParamGroup
+
+
+def refuse_meta(groups: list[ParamGroup]) -> None:
+    on_meta = [
+        param.name
+        for group in groups
+        for param in group.params
+        if param.registered is not None and param.registered.device.type == "meta"
+    ]
+    if on_meta:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, "
+            f"but the following were still on meta device: {on_meta}\n"
+            "Call model.to_empty(device=...) and then reset or load every parameter"
+        )
+
+
+def refuse_unjoined(group: ParamGroup, ties: list[Tie]) -> None:
+    for tie in ties:
+        raise UsageError(
+            f"parameter '{tie.place.name}' of '{group.name}' is tied to '{tie.param.name}', which "
+            "is already managed by another fully_shard call, and no call around both was made "
+            "that could own it: call fully_shard on a module that contains both, or on both "
+            "together, fully_shard([a, b])"
+        )
+
+
+def refuse_offloaded_on_device(groups: list[ParamGroup]) -> None:
+    found = [
+        (param.name, param.registered.device)
+        for group in groups
+        for portion in group.portions
+        if portion.is_offloaded
+        for param in portion.params
+        if param.registered is not None and param.registered.device.type not in ("cpu", "meta")
+    ]
+    if found:
+        raise RuntimeError(
+            "FSDP parameters should be on the CPU when they are offloaded. "
+            f"Found following parameters on non-CPU device: {found}\n"
+            "Load or materialise them there: model.to_empty(device='cpu')"
+        )

@@ -1,0 +1,85 @@
+"""Which parameters one ``fully_shard`` call takes: those below its modules that no other owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from fsdp2 import _torch
+from fsdp2.errors import UsageError
+from fsdp2.sharded_param import IS_SHARD, Deal, Place, ShardedParam, owner_of
+
+
+class Tie(NamedTuple):
+    """An attribute that holds a parameter which another call owns under another name."""
+
+    param: ShardedParam
+    place: Place
+
+
+class Found(NamedTuple):
+    """What lies below the modules of one call."""
+
+    params: list[ShardedParam]
+    ties: list[Tie]
+
+
+def find_params(
+    modules: list[nn.Module],
+    deal_of: Callable[[str, nn.Parameter], Deal],
+    ignored: set[nn.Parameter],
+    owned: set[nn.Module],
+) -> Found:
+    """Shard what lies below ``modules`` and no earlier call owns."""
+    places: dict[nn.Parameter, list[Place]] = {}
+    visited: set[nn.Module] = set(owned)
+    for root in modules:
+        _find_places(root, "", ignored, visited, places)
+    ties: list[Tie] = []
+    fresh: list[tuple[list[Place], Deal]] = []
+    for param, found in places.items():
+        owner = owner_of(param)
+        if owner is not None:
+            ties += [Tie(owner, place) for place in found]
+        else:
+            _check(found[0].name, param)
+            fresh.append((found, deal_of(found[0].name, param)))
+    return Found([ShardedParam(found, deal) for found, deal in fresh], ties)
+
+
+def _find_places(
+    module: nn.Module,
+    prefix: str,
+    ignored: set[nn.Parameter],
+    visited: set[nn.Module],
+    places: dict[nn.Parameter, list[Place]],
+) -> None:
+    """Depth first; a module that an earlier call owns ends the descent."""
+    if module in visited:
+        return
+    visited.add(module)
+    for attribute, param in module._parameters.items():
+        is_taken = param is None or param in ignored or hasattr(param, IS_SHARD)
+        if param is not None and not is_taken:
+            places.setdefault(param, []).append(Place(module, attribute, prefix + attribute))
+    for name, child in module.named_children():
+        _find_places(child, f"{prefix}{name}.", ignored, visited, places)
+
+
+def _check(name: str, param: nn.Parameter) -> None:
+    if isinstance(param, nn.parameter.UninitializedParameter):
+        raise UsageError(
+            f"parameter '{name}' is not initialised yet; run the lazy module once first"
+        )
+    if not isinstance(param, _torch.DTensor) and param.layout is not torch.strided:
+        raise UsageError(f"parameter '{name}' has layout {param.layout}; only dense ones shard")
+
+
+def names_of(modules: list[nn.Module], params: set[nn.Parameter]) -> list[str]:
+    """The names below ``modules`` of those ``params`` that are there."""
+    if not params:
+        return []
+    return [n for root in modules for n, param in root.named_parameters() if param in params]

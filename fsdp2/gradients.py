@@ -1,0 +1,275 @@
+"""How the gradients of one portion are prepared for their reduction.
+
+Every trainable parameter takes part on every rank, with zeros where this rank has no
+gradient, so that ranks which used different parameters still send the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsdp2 import _torch
+from fsdp2.buffers import Staging
+from fsdp2.collectives import NOTHING, Pending, Replicas, Source, Transport
+from fsdp2.layout import GradientColumn, GroupLayout, Path, Section, Slot, plan_gradients
+from fsdp2.mesh import ShardMesh
+from fsdp2.policies import reduce_dtype
+from fsdp2.reduction import (
+    Ending,
+    ExchangedReduction,
+    GradientView,
+    LocalReduction,
+    ReducedSection,
+    Reduction,
+    SectionPlan,
+    kind_of,
+)
+from fsdp2.sharded_param import ShardedParam
+from fsdp2.streams import Streams
+
+
+class ReductionPlan:
+    """How the gradients of one set of trainable parameters are reduced. Made once per set."""
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        params: list[ShardedParam],
+        trainable: tuple[int, ...],
+        mesh: ShardMesh,
+        policy: _torch.MixedPrecisionPolicy,
+        transport: Transport | None,
+        replicas: Replicas | None,
+    ) -> None:
+        self._params = params
+        self._mesh = mesh
+        self._policy = policy
+        self._transport = transport
+        self._replicas = replicas
+        self.trainable = trainable
+        self.sections = [
+            self._plan_section(section, trainable)
+            for section in layout.sections
+            if any(slot.index in trainable for slot in section.slots)
+        ]
+        self._all_present: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._is_float16 = any(plan.reduced is torch.float16 for plan in self.sections)
+
+    def _plan_section(self, section: Section, trainable: tuple[int, ...]) -> SectionPlan:
+        storage, compute = section.storage, section.compute
+        assert isinstance(storage, torch.dtype) and isinstance(compute, torch.dtype)
+        reduced = reduce_dtype(self._policy, compute)
+
+        def path_of(slot: Slot) -> Path:
+            transport = self._transport
+            if transport and not transport.can_reduce_direct(slot.rows.divides, compute, reduced):
+                return Path.PACKED
+            return Path.DIRECT
+
+        gradients = plan_gradients(section, trainable, path_of, reduced.itemsize)
+        return SectionPlan(
+            gradients=gradients,
+            storage=storage,
+            compute=compute,
+            reduced=reduced,
+            wire=compute if compute.itemsize < reduced.itemsize else reduced,
+            direct=[c for c in gradients.by_path(Path.DIRECT) if c.slot.rows.numel],
+            packed=[
+                c for c in gradients.by_path(Path.PACKED, Path.REPLICATED) if c.slot.rows.numel
+            ],
+            views=[self._view(column) for column in gradients.columns],
+        )
+
+    def _view(self, column: GradientColumn) -> GradientView:
+        index = column.slot.index
+        shape = column.slot.rows.local_shape(self._mesh.rank)
+        stride = torch.empty(shape, device="meta").stride()
+        return GradientView(index, self._params[index], shape, stride, column.offset)
+
+    # Prepare
+
+    @torch.no_grad()
+    def accumulate(self) -> None:
+        """Keep the gradients of this backward for a later reduction."""
+        for plan in self.sections:
+            if plan.reduced == plan.compute:
+                continue  # autograd goes on accumulating in the full parameter's own gradient
+            for column in plan.gradients.columns:
+                param = self._params[column.slot.index]
+                gradient = self._take(param)
+                if gradient is None:
+                    continue
+                if param.accumulated is None:
+                    param.accumulated = gradient.to(plan.reduced)
+                else:
+                    param.accumulated.add_(gradient)
+
+    def _take(self, param: ShardedParam) -> Tensor | None:
+        full = param.full
+        gradient = None if full is None else full.grad
+        if full is None or gradient is None:
+            return None
+        full.grad = None
+        if gradient.layout is not torch.strided:
+            raise NotImplementedError(
+                f"parameter '{param.name}' got a gradient of layout {gradient.layout}; use "
+                "dense gradients, for example nn.Embedding(sparse=False)"
+            )
+        return gradient if param.outer is None else param.plain(gradient)
+
+    def _take_all(self, param: ShardedParam) -> Tensor | None:
+        """This backward's gradient and what was kept back before, summed."""
+        gradient = self._take(param)
+        kept, param.accumulated = param.accumulated, None
+        if kept is None:
+            return gradient
+        return kept if gradient is None else kept.add_(gradient)
+
+    # Exchange
+
+    @torch.no_grad()
+    def start(
+        self,
+        streams: Streams,
+        staging: Staging,
+        channel: int,
+        is_accumulating: bool,
+        ending: Ending,
+    ) -> Reduction:
+        """Issue the reduction of all gradients.
+
+        ``is_accumulating`` says that some were kept back, in the reduce dtype, which then
+        goes over the wire.
+        """
+        if self._transport is None and self._replicas is None and ending.hook is None:
+            return LocalReduction(self._local_gradients(1.0 / ending.divisor, ending.fills_unused))
+        scale = 1.0
+        if self._is_float16:
+            # A sum of float16 gradients overflows where their mean does not.
+            scale, ending = 1.0 / ending.divisor, ending._replace(divisor=1.0)
+        sources: list[Source] = []
+        with streams.reducing():
+            pending: Pending = NOTHING
+            if self._transport is None:
+                sections = [self._prepare_unsplit(plan, scale) for plan in self.sections]
+            else:
+                sections = [
+                    self._prepare(plan, sources, staging, is_accumulating) for plan in self.sections
+                ]
+                pending = self._transport.reduce(sources, channel, scale)
+            return ExchangedReduction(sections, sources, pending, ending, streams, staging)
+
+    def _local_gradients(
+        self, scale: float, fills_unused: bool
+    ) -> list[tuple[ShardedParam, Tensor]]:
+        """With one rank the gradients are the sums already."""
+        results = []
+        for plan in self.sections:
+            for view in plan.views:
+                gradient = self._take_all(view.param)
+                if gradient is None and fills_unused:
+                    gradient = torch.zeros(
+                        view.param.shape, dtype=plan.reduced, device=self._mesh.device
+                    )
+                if gradient is not None:
+                    gradient = gradient.to(plan.reduced)
+                    gradient = gradient.mul_(scale) if scale != 1.0 else gradient
+                    results.append((view.param, gradient.to(plan.storage)))
+        return results
+
+    def _prepare_unsplit(self, plan: SectionPlan, scale: float) -> ReducedSection:
+        """With whole parameters on every rank: all gradients into the buffer to be summed."""
+        buffer = torch.empty(plan.gradients.numel, dtype=plan.reduced, device=self._mesh.device)
+        missing: list[int] = []
+        places: list[Tensor] = []
+        found: list[Tensor] = []
+        for view in plan.views:
+            gradient = self._take_all(view.param)
+            if gradient is None:
+                missing.append(view.index)
+                view.of(buffer).zero_()
+            else:
+                places.append(view.of(buffer))
+                found.append(gradient)
+        if found:
+            torch._foreach_copy_(places, found)
+            if scale != 1.0:
+                torch._foreach_mul_(places, scale)
+        flags = self._flags(plan, missing, plan.reduced)
+        buffer[plan.gradients.flags_offset :] = flags
+        return ReducedSection(plan, buffer, missing, found, None)
+
+    def _prepare(
+        self,
+        plan: SectionPlan,
+        sources: list[Source],
+        staging: Staging,
+        is_accumulating: bool,
+    ) -> ReducedSection:
+        """Make the gradient buffer of one section, and of its gradients what goes into it."""
+        wire = plan.reduced if is_accumulating else plan.wire
+        missing: list[int] = []
+        full: dict[int, Tensor] = {}
+        for view in plan.views:
+            gradient = self._take_all(view.param)
+            if gradient is None:
+                missing.append(view.index)
+                shape = view.param.rows.shape
+                gradient = torch.zeros(shape, dtype=wire, device=self._mesh.device)
+            else:
+                if view.param.dim:
+                    gradient = gradient.movedim(view.param.dim, 0)
+                if gradient.dtype is not wire or not gradient.is_contiguous():
+                    gradient = gradient.to(wire).contiguous()
+            full[view.index] = gradient
+        buffer = torch.empty(plan.gradients.numel, dtype=plan.reduced, device=self._mesh.device)
+        for column in plan.direct:
+            chunk = column.slot.rows.chunk_numel
+            out = buffer.narrow(0, column.offset, chunk)
+            sources.append(Source(full[column.slot.index].view(-1), chunk, out))
+        packed = self._pack(plan, full, missing, staging, wire)
+        packed_numel = plan.gradients.packed_numel
+        out = buffer.narrow(0, plan.gradients.packed_offset, packed_numel)
+        sources.append(Source(packed.view(-1), packed_numel, out))
+        return ReducedSection(plan, buffer, missing, list(full.values()), packed)
+
+    def _pack(
+        self,
+        plan: SectionPlan,
+        full: dict[int, Tensor],
+        missing: list[int],
+        staging: Staging,
+        wire: torch.dtype,
+    ) -> Tensor:
+        """Row r of the packed block is what rank r owns of each small gradient, and the flags."""
+        gradients = plan.gradients
+        owners = gradients.packed_ranks
+        flags = self._flags(plan, missing, wire)
+        packed = staging.take(kind_of(plan, wire))
+        is_new = packed is None
+        if packed is None:
+            shape = self._mesh.world_size, gradients.packed_numel
+            packed = torch.empty(shape, dtype=wire, device=self._mesh.device)
+        if owners:
+            columns = [full[column.slot.index] for column in plan.packed]
+            columns = [c.expand(owners, 1) if c.ndim == 0 else c for c in columns]
+            columns.append(flags.expand(owners, -1))
+            _torch.chunk_cat(columns, owners, out=packed[:owners])
+        if is_new or missing:  # what the other ranks get besides the flags they do not read
+            packed[owners:, gradients.packed_numel - len(flags) :] = flags
+        return packed
+
+    def _flags(self, plan: SectionPlan, missing: list[int], wire: torch.dtype) -> Tensor:
+        """One per parameter: 1 where this rank has a gradient."""
+        columns = plan.gradients.columns
+        flags = self._all_present.get((len(columns), wire))
+        if flags is None:
+            flags = torch.ones(len(columns), dtype=wire, device=self._mesh.device)
+            self._all_present[len(columns), wire] = flags
+        if missing:
+            flags = flags.clone()
+            for i, column in enumerate(columns):
+                if column.slot.index in missing:
+                    flags[i] = 0
+        return flags

@@ -1,0 +1,350 @@
+"""The parameters of one group that share a mesh: their buffers, their gather, their reduction.
+
+A group has one portion for each mesh that its parameters are dealt over, as a rule one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp2 import _torch
+from fsdp2.buffers import Filling, FullBuffer, ShardBuffer, Staging
+from fsdp2.collectives import (
+    GatherPlan,
+    Pending,
+    Replicas,
+    Transport,
+    choose_transport,
+)
+from fsdp2.custom import Custom, CustomComms
+from fsdp2.gradients import ReductionPlan
+from fsdp2.layout import GroupLayout, ParamSpec, Path, Section, Slot, plan_group, plan_part
+from fsdp2.mesh import Axis, ShardMesh, group_of
+from fsdp2.policies import CPUOffloadPolicy, OffloadPolicy, Switches, compute_dtype
+from fsdp2.reduction import Ending, PartialSums, Reduction
+from fsdp2.sharded_param import ShardedParam
+from fsdp2.streams import Streams
+
+
+class Part(NamedTuple):
+    """What is kept after forward when backward gathers over fewer ranks than the shard mesh."""
+
+    axis: Axis
+    shards: ShardBuffer
+    """In the compute dtype; its memory is there only between forward and backward."""
+    filling: Filling
+    gather: GatherPlan | None
+    kept: list[Tensor]
+    """Views of ``shards``, aligned with the slices of the full parameters that go there."""
+    sources: list[Tensor]
+
+
+class Portion:
+    """Parameters of one group over one mesh."""
+
+    def __init__(
+        self,
+        params: list[ShardedParam],
+        mesh: ShardMesh,
+        policy: _torch.MixedPrecisionPolicy,
+        offload: OffloadPolicy,
+        part: Axis | None,
+    ) -> None:
+        self.params = params
+        self.mesh = mesh
+        self.policy = policy
+        self.part_axis = part
+        self._offload = offload
+        self._custom = CustomComms()
+        self.transport: Transport | None = self._choose_transport()
+        self.replicas = Replicas(mesh.replicas.group) if mesh.replicas.group is not None else None
+        self.partial = PartialSums()
+        """Sums of this replica that wait for the others'."""
+        self._full: FullBuffer | None = None
+        self._on_device: ShardBuffer | None = None
+        """A copy of shards that live on the host, while a gather reads it."""
+        self._part: Part | None = None
+        self._plan: GatherPlan | None = None
+        self._gather: Pending | None = None
+        self._plans: dict[tuple[int, ...], ReductionPlan] = {}
+
+    # Buffers
+
+    def _choose_transport(self) -> Transport | None:
+        group = self.mesh.shard.group
+        if group is None:
+            return None
+        transport = choose_transport(group, self.mesh.rank, self.mesh.device)
+        return Custom(transport, group, self._custom) if self._custom.is_set else transport
+
+    def use(self, custom: CustomComms) -> None:
+        """Communicate through the user's collectives, which take flat tensors: lay out anew."""
+        self._custom = custom
+        self.transport = self._choose_transport()
+        self.lay_out()
+
+    def separate_reductions(self, is_separate: bool) -> None:
+        """Reduce over a process group of their own, so that gathers do not wait behind them."""
+        group = self.mesh.shard.group
+        if self.transport is None or group is None:
+            return
+        if is_separate:
+            ranks = tuple(torch.distributed.get_process_group_ranks(group))
+            group = group_of(ranks, "reductions")
+        self.transport.reduce_over(group)
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether the shards live on the host of an accelerator."""
+        return isinstance(self._offload, CPUOffloadPolicy) and self.mesh.device.type != "cpu"
+
+    @property
+    def _pins(self) -> bool:
+        return self.is_offloaded and bool(getattr(self._offload, "pin_memory", False))
+
+    def _shard_device(self) -> torch.device:
+        """Where parameters are now, or the host if that is where they belong."""
+        device = self.params[0].local.device if self.params else self.mesh.device
+        is_on_host = self.is_offloaded and device.type != "meta"
+        return torch.device("cpu") if is_on_host else device
+
+    @torch.no_grad()
+    def lay_out(self) -> None:
+        """Compute the layout and move all shards into one shard buffer."""
+        specs = [self._spec(param) for param in self.params]
+        part_size = self.part_axis.size if self.part_axis else None
+        self.layout: GroupLayout = plan_group(specs, self.mesh.world_size, self._path_of, part_size)
+        device = self._shard_device()
+        is_pinned = device.type == "cpu" and self._pins
+        with torch.inference_mode(False):
+            self.shards = ShardBuffer(self.layout, self.mesh.rank, device, is_pinned)
+            for _, section, slot in self._slots():
+                self.params[slot.index].bind(self.shards.local(section, slot))
+        self._full = None
+        for param in self.params:
+            param.full = None
+        self._plans.clear()
+
+    def _spec(self, param: ShardedParam) -> ParamSpec:
+        place = param.places[0]
+        compute = compute_dtype(self.policy, param.given_name, param.shard, place.module)
+        dim = 0 if param.rows.is_scalar else param.dim
+        return ParamSpec(
+            param.rows.shape, param.dtype, param.dtype.itemsize, compute, compute.itemsize, dim
+        )
+
+    def _path_of(self, spec: ParamSpec) -> Path:
+        """Large parameters are gathered where they live, small ones share a staging block."""
+        if self.transport is None:
+            return Path.DIRECT
+        numel = torch.Size(spec.shape).numel()
+        shard_nbytes = numel * spec.compute_itemsize / self.mesh.world_size
+        return Path.PACKED if shard_nbytes < self.transport.pack_below_nbytes else Path.DIRECT
+
+    def _slots(self) -> list[tuple[int, Section, Slot]]:
+        sections = enumerate(self.layout.sections)
+        return [(index, section, slot) for index, section in sections for slot in section.slots]
+
+    @property
+    def aliases_shards(self) -> bool:
+        """With unsplit shards and no cast the full parameters are the shards."""
+        is_cast = any(s.storage != s.compute for s in self.layout.sections)
+        return self.transport is None and not is_cast and not self.is_offloaded
+
+    @property
+    def full_nbytes(self) -> int:
+        """What this portion adds to memory while it is in flight."""
+        return 0 if self.aliases_shards else self.layout.full_nbytes
+
+    @property
+    def part_nbytes(self) -> int:
+        """What it adds between forward and backward, where a part is kept."""
+        if self.part_axis is None:
+            return 0
+        return plan_part(self.layout, self.part_axis.size, _itemsize).shard_nbytes
+
+    @torch.no_grad()
+    def make_full(self, hook_of: Callable[[ShardedParam], Callable[[Tensor], None]]) -> None:
+        """Make the full parameters: once, at the first gather after each layout."""
+        with torch.inference_mode(False):
+            self._make_buffers()
+            buffer = self._full
+            for index, section, slot in self._slots():
+                param = self.params[slot.index]
+                if buffer is None:
+                    view = self.shards.local(section, slot).data
+                else:
+                    view = buffer.full(index, slot)
+                full = param.make_full(view)
+                if view.is_floating_point() or view.is_complex():
+                    full.requires_grad_(True)  # a frozen one may thaw; set right at the gather
+                    full.register_post_accumulate_grad_hook(hook_of(param))
+            self._part = self._make_part()
+        if buffer is not None:
+            buffer.free()
+        if self._part is not None:
+            self._part.shards.free()
+        if self._on_device is not None:
+            self._on_device.free()
+
+    def _make_buffers(self) -> None:
+        """The full buffer and what fills it."""
+        self._on_device, self._full, self._plan = None, None, None
+        if self.aliases_shards:
+            return
+        self._full = FullBuffer(self.layout, self.mesh.device)
+        if self.is_offloaded:
+            # One copy of all shards crosses the bus; casts are then made on the device.
+            self._on_device = ShardBuffer(self.layout, self.mesh.rank, self.mesh.device)
+        self._filling = Filling(self._full, self._on_device or self.shards)
+        if self.transport is not None and self._filling.blocks:
+            self._plan = self.transport.plan_gather(self._filling.blocks)
+
+    # Gather
+
+    def start_gather(self, streams: Streams, channel: int, from_part: bool) -> None:
+        """Issue the gather, in the stream scope of gathers: of the shards, or of the kept parts."""
+        if self._full is None:
+            return
+        self._full.allocate()
+        if from_part:
+            assert self._part is not None
+            self._part.filling.copy_own()
+            self._part.shards.free()
+            if self._part.gather is not None:
+                self._gather = self._part.gather.start(channel)
+        else:
+            self._copy_own()
+            if self._plan is not None:
+                self._gather = self._plan.start(channel)
+        self._filled_by = self._part.filling if from_part and self._part else self._filling
+        if streams.runs_ahead:
+            self.complete()
+
+    def _copy_own(self) -> None:
+        if self._on_device is None:
+            self._filling.copy_own()
+            return
+        self._on_device.allocate()
+        self._on_device.memory.copy_(self.shards.memory, non_blocking=True)
+        self._filling.copy_own()
+        self._on_device.free()
+
+    def complete(self) -> None:
+        """Wait for the gather and copy out what does not lie in its place yet."""
+        if self._full is not None:
+            if self._gather is not None:
+                self._gather.wait()
+                self._gather = None
+            self._filled_by.copy_out()
+
+    def free(self) -> None:
+        """Give the memory of the full parameters back, and of parts that were kept."""
+        if self._gather is not None:
+            self._gather.wait()
+            self._gather = None
+        if self._full is not None:
+            self._full.free()
+            if self._part is not None:
+                self._part.shards.free()
+
+    # Parts
+
+    def _make_part(self) -> Part | None:
+        axis, full = self.part_axis, self._full
+        if axis is None or full is None or axis.group is None:
+            return None
+        layout = plan_part(self.layout, axis.size, _itemsize)
+        shards = ShardBuffer(layout, axis.rank, self.mesh.device)
+        filling = Filling(full, shards)
+        gather = None
+        if filling.blocks:
+            transport = choose_transport(axis.group, axis.rank, self.mesh.device)
+            gather = transport.plan_gather(filling.blocks)
+        kept: list[Tensor] = []
+        sources: list[Tensor] = []
+        for index, section in enumerate(layout.sections):
+            for slot in section.slots:
+                whole = full.full(index, slot)
+                start, stop = slot.rows.bounds(axis.rank)
+                is_scalar = slot.rows.is_scalar
+                sources.append(whole if is_scalar else whole.narrow(slot.dim, start, stop - start))
+                kept.append(shards.local(section, slot))
+        return Part(axis, shards, filling, gather, kept, sources)
+
+    @torch.no_grad()
+    def keep_part(self) -> None:
+        """Keep this rank's part of the full parameters and free the rest."""
+        if self._full is None:
+            return
+        if self._part is not None:
+            self._part.shards.allocate()
+            torch._foreach_copy_(self._part.kept, self._part.sources)
+        self._full.free()
+
+    # Gradients
+
+    @property
+    def trainable(self) -> tuple[int, ...]:
+        return tuple(i for i, param in enumerate(self.params) if param.shard.requires_grad)
+
+    def keep_gradients(self, trainable: tuple[int, ...]) -> None:
+        """Accumulate without communication, in the reduce dtype."""
+        self.reduction_plan(trainable).accumulate()
+
+    def start_reduce(
+        self,
+        streams: Streams,
+        staging: Staging,
+        channel: int,
+        trainable: tuple[int, ...],
+        is_accumulating: bool,
+        switches: Switches,
+    ) -> Reduction:
+        """Take the gradients of the full parameters and issue their reduction."""
+        if self.partial.sums and self.partial.trainable != trainable:
+            names = [self.params[i].name for i in set(self.partial.trainable) ^ set(trainable)]
+            raise RuntimeError(
+                f"parameter '{names[0]}' was frozen or thawed while sums of gradients wait for "
+                "the other replicas (set_requires_all_reduce(False)); finish the step first"
+            )
+        ending = Ending(
+            replicas=self.replicas,
+            partial=self.partial,
+            trainable=trainable,
+            is_put_off=not switches.all_reduces and self.replicas is not None,
+            divisor=switches.divide_factor or float(self.mesh.num_ranks),
+            fills_unused=switches.fills_unused,
+            hook=switches.all_reduce_hook,
+            hook_stream=switches.all_reduce_stream,
+            to_host=self._to_host if self.is_offloaded else None,
+        )
+        plan = self.reduction_plan(trainable)
+        return plan.start(streams, staging, channel, is_accumulating, ending)
+
+    def _to_host(self, buffer: Tensor) -> Tensor:
+        host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=self._pins)
+        return host.copy_(buffer, non_blocking=True)
+
+    def reduction_plan(self, trainable: tuple[int, ...]) -> ReductionPlan:
+        plan = self._plans.get(trainable)
+        if plan is None:
+            plan = self._plans[trainable] = ReductionPlan(
+                self.layout,
+                self.params,
+                trainable,
+                self.mesh,
+                self.policy,
+                self.transport,
+                self.replicas,
+            )
+        return plan
+
+
+def _itemsize(dtype: object) -> int:
+    assert isinstance(dtype, torch.dtype)
+    return dtype.itemsize
