@@ -127,7 +127,7 @@ def fully_shard(
     inner = [state for top in modules for state in states_below(top)]
     taken = {m for state in inner for m in state.modules}
     found = find_params(modules, Placing(owned, shard_placement_fn), ignored, taken)
-    switches = Switches(reshard_after_forward=_frees_after_forward(reshard_after_forward))
+    switches = Switches(_frees_after_forward(reshard_after_forward), part_size is not None)
     group = ParamGroup(modules, found.params, owned, mp_policy, offload_policy, switches, part_size)
     _warn_without_masters(found.params, mp_policy)
     _cast_buffers(modules, taken, getattr(mp_policy, "buffer_dtype", None))

@@ -129,7 +129,7 @@ def _report(state: State) -> GroupReport:
         params=tuple(params),
         shard_nbytes=sum(portion.layout.shard_nbytes for portion in group.portions),
         full_nbytes=group.full_nbytes,
-        part_nbytes=sum(portion.part_nbytes for portion in group.portions),
+        part_nbytes=sum(p.part_nbytes for p in group.portions if group.switches.keeps_part),
         padding_nbytes=padding,
         padding_share=padding / shards_nbytes if shards_nbytes else 0.0,
         is_kept=not group.switches.reshard_after_forward,

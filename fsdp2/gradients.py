@@ -142,7 +142,8 @@ class ReductionPlan:
         ``is_accumulating`` says that some were kept back, in the reduce dtype, which then
         goes over the wire.
         """
-        if self._transport is None and self._replicas is None and ending.hook is None:
+        is_alone = self._transport is None and self._replicas is None
+        if is_alone and ending.hook is None and ending.to_host is None:
             return LocalReduction(self._local_gradients(1.0 / ending.divisor, ending.fills_unused))
         scale = 1.0
         if self._is_float16:

@@ -98,6 +98,7 @@ class FSDPModule(_torch.FSDPModule):
         for state in self._states(recurse):
             state.follows_root = False
             state.group.switches.reshard_after_forward = reshard_after_forward
+            state.group.switches.keeps_part = False
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

@@ -88,7 +88,7 @@ class ParamGroup:
         """The call's mesh; single parameters may be dealt over others."""
         self.policy = policy
         self.offload = offload
-        self.part_size = part_size
+        self._part_size = part_size
         """Ranks that backward gathers over, if fewer than the shard mesh has."""
         self.channel = 0
         """A number of its own under its root: keeps the messages of groups apart."""
@@ -100,8 +100,10 @@ class ParamGroup:
         self.waiting: set[int] = set()
         """Trainable parameters that have no gradient yet in this backward."""
         self.on_gradients_complete: Callable[[ParamGroup], None] = _nothing_to_do
+        self.trainable: tuple[int, ...] = ()
+        """As of the last gather."""
         self._trainable: list[tuple[int, ...]] = []
-        """Per portion, as of the last gather."""
+        """The same per portion, by places in it."""
         self._are_trainable: list[bool] = []
         self._arrived: torch.Event | None = None
         self._versions: list[int] = []
@@ -122,7 +124,7 @@ class ParamGroup:
         self._lay_out()
 
     def _part_axis(self, mesh: ShardMesh) -> Axis | None:
-        size = self.part_size
+        size = self._part_size
         if size is None or mesh.world_size % size or not 1 < size < mesh.world_size:
             return None
         return part_group(mesh, size)
@@ -262,11 +264,7 @@ class ParamGroup:
                 param.full.requires_grad_(flag)
             self._are_trainable = flags
             self._trainable = [portion.trainable for portion in self.portions]
-
-    @property
-    def trainable(self) -> tuple[int, ...]:
-        """As of the last gather."""
-        return tuple(i for i, flag in enumerate(self._are_trainable) if flag)
+            self.trainable = tuple(i for i, flag in enumerate(flags) if flag)
 
     @property
     def is_stale(self) -> bool:

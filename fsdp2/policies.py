@@ -91,6 +91,8 @@ class Switches:
     """What users flip on one group between steps. Alike on all ranks."""
 
     reshard_after_forward: bool
+    keeps_part: bool = False
+    """Freed but for the part that a backward over fewer ranks gathers."""
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     reduces_gradients: bool = True

@@ -233,7 +233,8 @@ class Schedule:
             self._free_after_forward(group)
 
     def _free_after_forward(self, group: ParamGroup) -> None:
-        if group.part_size is None or not group.step.ran or group.state is not GroupState.FULL:
+        keeps_part = group.switches.keeps_part and group.step.ran
+        if not keeps_part or group.state is not GroupState.FULL:
             self.free(group)
             return
         self._note("keep part", group)
