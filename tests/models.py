@@ -142,6 +142,7 @@ def assert_idle(model: nn.Module) -> None:
                 assert registered is module._parameters[attribute]
             full = param.full
             if full is not None:
+                full = full._local_tensor if isinstance(full, DTensor) else full
                 assert full.grad is None, f"{param.name}: its full gradient was not taken"
                 is_freed = full.numel() == 0 or full.untyped_storage().nbytes() == 0
                 assert is_freed or group.aliases_shards, f"{param.name}: full memory is held"

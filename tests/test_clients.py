@@ -1,6 +1,6 @@
 """Libraries that call PyTorch's fully_shard give the same numbers with ours in its place.
 
-Each case runs a script of tests/clients on two CPU ranks, as users of the library start theirs.
+Each case runs a script of tests/clients on CPU ranks, as users of the library start theirs.
 It trains once with PyTorch's and once under `use_in_torch`.
 """
 
@@ -19,7 +19,6 @@ import pytest
 pytestmark = pytest.mark.slow
 
 SCRIPTS = Path(__file__).parent / "clients"
-RANKS = 2
 LIMIT = 120.0
 """Seconds for a case, which takes about 10 on two idle cores."""
 
@@ -37,9 +36,9 @@ def environment() -> dict[str, str]:
     return os.environ | ours | {"HF_HUB_OFFLINE": "1"}
 
 
-def run_on_ranks(script: str, out: Path, flags: str) -> None:
+def run_on_ranks(ranks: int, script: str, out: Path, flags: str) -> None:
     """Start it with torchrun, and fail with what it wrote if it fails or takes too long."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command = [sys.executable, *launcher, str(SCRIPTS / script), str(out), *flags.split()]
     process = subprocess.Popen(
         command,
@@ -59,9 +58,10 @@ def run_on_ranks(script: str, out: Path, flags: str) -> None:
 
 
 def reports(script: str, out: Path, flags: str = "") -> list[dict[str, Any]]:
-    """What the script has written, for each rank."""
-    run_on_ranks(script, out, flags)
-    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+    """What the script has written, for each rank: of two, or of two replicas of two shards."""
+    ranks = 4 if "--hybrid" in flags else 2
+    run_on_ranks(ranks, script, out, flags)
+    return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
 def check_same(script: str, out: Path, flags: str) -> None:
@@ -75,7 +75,7 @@ def check_same(script: str, out: Path, flags: str) -> None:
 
 @needs("accelerate", "transformers")
 @pytest.mark.parametrize(
-    "flags", ["", "--tied", "--tied --full --meta", "--tied --bf16 --checkpointing"]
+    "flags", ["", "--tied", "--tied --full --meta", "--tied --bf16 --checkpointing", "--hybrid"]
 )
 def test_accelerate(tmp_path: Path, flags: str) -> None:
     """Losses, norms, shards and whole weights of a Llama, and of one that resumed."""
@@ -90,7 +90,7 @@ def test_trainer_of_transformers(tmp_path: Path, flags: str) -> None:
 
 
 @needs("accelerate", "transformers")
-@pytest.mark.parametrize("flags", ["", "--bf16"])
+@pytest.mark.parametrize("flags", ["", "--bf16", "--hybrid"])
 def test_model_that_transformers_shards(tmp_path: Path, flags: str) -> None:
     """Sharded on meta, loaded, trained, saved in both formats and loaded again."""
     check_same("train_native.py", tmp_path, flags)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate_on_cpu import shard_on_cpu
 from side_by_side import Report, compare, fingerprint, options, sharded_by
@@ -32,7 +32,8 @@ class Training:
             mixed_precision="bf16" if chosen.bf16 else "no",
             gradient_accumulation_steps=ACCUMULATED,
         )
-        shard_on_cpu(self.accelerator, plugin)
+        halves = ParallelismConfig(dp_replicate_size=2, dp_shard_size=dist.get_world_size() // 2)
+        shard_on_cpu(self.accelerator, plugin, halves if chosen.hybrid else None)
         model = tiny_llama(chosen.tied, seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -71,5 +72,5 @@ def train(out: Path) -> Report:
 
 
 if __name__ == "__main__":
-    chosen = options("tied", "full", "meta", "bf16", "checkpointing")
+    chosen = options("tied", "full", "meta", "bf16", "checkpointing", "hybrid")
     compare(train, chosen.out)

@@ -13,7 +13,12 @@ from transformers.distributed import DistributedConfig
 
 
 def sharded(folder: Path) -> LlamaForCausalLM:
-    config = DistributedConfig(fsdp_size=dist.get_world_size(), fsdp_mixed_precision=chosen.bf16)
+    replicas = 2 if chosen.hybrid else 1
+    config = DistributedConfig(
+        dp_replicate_size=replicas,
+        fsdp_size=dist.get_world_size() // replicas,
+        fsdp_mixed_precision=chosen.bf16,
+    )
     return LlamaForCausalLM.from_pretrained(folder, distributed_config=config)
 
 
@@ -52,7 +57,7 @@ def train(out: Path) -> Report:
 
 
 if __name__ == "__main__":
-    chosen = options("bf16")
+    chosen = options("bf16", "hybrid")
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         tiny_llama(tied=False).save_pretrained(chosen.out / "start")
