@@ -13,7 +13,10 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+
+# Where PyTorch's composable functions leave their states on a module. Since 2.0.
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -22,6 +25,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     UnshardHandle,
 )
+from torch.distributed.fsdp import fully_shard as _their_fully_shard
 from torch.distributed.tensor import DTensor
 
 # The module is private; the two classes are what a DTensor is built from without the
@@ -122,6 +126,15 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def is_root_mesh(mesh: DeviceMesh) -> bool:
     """Whether a mesh was made for itself and not cut from another. Private; since 2.9."""
     return mesh._get_root_mesh() is mesh
+
+
+def leave_state(module: nn.Module, state: object) -> None:
+    """Let PyTorch's own ``fully_shard.state(module)`` find ``state``, as its pipelines do.
+
+    The function itself is a key here and never called; ``__wrapped__`` is private, since 2.3.
+    """
+    states = module.__dict__.setdefault(STATE_KEY, {})
+    states[cast(Any, _their_fully_shard).__wrapped__] = state
 
 
 def in_backward() -> bool:

@@ -16,6 +16,7 @@ from fsdp2.checks import refuse_meta, refuse_offloaded_on_device, refuse_unjoine
 from fsdp2.find import Tie
 from fsdp2.nested import map_tensors, tensors_in
 from fsdp2.param_group import GroupState, ParamGroup
+from fsdp2.pipelining import StageEnd
 from fsdp2.replicas import check_replicas
 from fsdp2.schedule import DEFAULT_LIMIT, Phase, Schedule
 from fsdp2.sharded_param import ShardedParam
@@ -35,7 +36,7 @@ class Call:
     """The last backward that has left the call."""
 
 
-class State:
+class State(StageEnd):
     """What one ``fully_shard`` call left behind, one per call; ``fully_shard.state(module)``."""
 
     def __init__(self, modules: list[nn.Module], group: ParamGroup, follows_root: bool) -> None:
@@ -68,6 +69,7 @@ class State:
         self._is_last_backward = True
         for module in modules:
             module.__dict__[_STATE] = self
+            _torch.leave_state(module, self)
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
 

@@ -373,7 +373,7 @@ class Schedule:
             is_due = self.is_last_backward and (is_unused or is_kept_back)
         else:
             # Also without a gradient: all ranks agree on whether they accumulate.
-            is_due = step.ran
+            is_due = step.ran and bool(group.trainable)
         if group.has_new_gradients or is_due:
             self._hand_in(group)
         group.waiting = set()

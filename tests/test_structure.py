@@ -26,6 +26,7 @@ ROOMS = [
     "norms",
     "optimizers",
     "hooks",
+    "pipelining",
     "checks",
     "replicas",
     "schedule",
