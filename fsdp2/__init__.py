@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fsdp2.custom import ReduceScatter as ReduceScatter
     from fsdp2.errors import UsageError as UsageError
     from fsdp2.explain import explain as explain
+    from fsdp2.interop import use_in_torch as use_in_torch
     from fsdp2.module import FSDPModule as FSDPModule
     from fsdp2.module import UnshardHandle as UnshardHandle
     from fsdp2.placing import ShardPlacementResult as ShardPlacementResult
@@ -66,6 +67,7 @@ _HOMES = {
     "share_comm_ctx": "api",
     "sync_replicas": "api",
     "trace": "api",
+    "use_in_torch": "interop",
 }
 
 __all__ = sorted([*_HOMES, "__version__"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp2 import _torch
 from fsdp2.checks import refuse_meta, refuse_offloaded_on_device, refuse_unjoined
 from fsdp2.find import Tie
+from fsdp2.late_ties import join_late_ties
 from fsdp2.nested import map_tensors, tensors_in
 from fsdp2.param_group import GroupState, ParamGroup
 from fsdp2.pipelining import StageEnd
@@ -319,6 +320,9 @@ def start_root(state: State) -> Schedule:
     for member in members:
         refuse_unjoined(member.group, member.unjoined)
     refuse_meta(groups)
+    join_late_ties(state.group, groups)
+    for group in groups:
+        group.refresh()
     refuse_offloaded_on_device(groups)
     check_replicas(groups)
     shared = state.shared_streams or SharedStreams()

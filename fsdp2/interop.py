@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 
 from fsdp2 import _torch
-from fsdp2.api import fully_shard, register_fsdp_forward_method
+from fsdp2.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
 from fsdp2.errors import UsageError
 from fsdp2.module import FSDPModule
 
@@ -139,10 +139,12 @@ def _register_for(theirs: Function) -> Function:
 
 
 def _share_for(theirs: Function) -> Function:
-    @functools.wraps(theirs)
+    @functools.wraps(share_comm_ctx)
     def stand_in(modules: Sequence[nn.Module]) -> None:
-        """Models of this package share the streams of their device in any case."""
+        ours = [module for module in modules if isinstance(module, FSDPModule)]
         others = [module for module in modules if not isinstance(module, FSDPModule)]
+        if ours:
+            share_comm_ctx(ours)
         if others:
             theirs(others)
 

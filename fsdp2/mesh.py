@@ -109,7 +109,7 @@ def _question_names(mesh: DeviceMesh, first: str, second: str) -> None:
     ]
     doubts += [
         f"its second dimension '{second}', which would split parameters, names something else"
-        for words in (_REPEATS, _OTHER_AXES)
+        for words in (_REPEATS, () if _says(second, _SPLITS) else _OTHER_AXES)
         if _says(second, words)
     ]
     if doubts:

@@ -83,9 +83,13 @@ class FSDPModule(_torch.FSDPModule):
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
-        """Reduce gradients in backward, or keep them full and in the reduce dtype until later."""
+        """Reduce gradients in backward, or keep them full and in the reduce dtype until later.
+
+        It sets :meth:`set_requires_all_reduce` alike.
+        """
         for state in self._states(recurse):
             state.group.switches.reduces_gradients = requires_gradient_sync
+            state.group.switches.all_reduces = requires_gradient_sync
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the next backward ends the step: only then are all gradients waited for."""

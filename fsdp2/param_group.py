@@ -149,10 +149,14 @@ class ParamGroup:
 
     def take(self, param: ShardedParam, previous: ParamGroup) -> None:
         """Move a parameter that modules of both groups share from the other group here."""
-        previous.free()
+        previous.drop(param)
         self.free()
-        previous._deal([p for p in previous.params if p is not param])
         self._deal([*self.params, param])
+
+    def drop(self, param: ShardedParam) -> None:
+        """Own it no longer."""
+        self.free()
+        self._deal([p for p in self.params if p is not param])
 
     def use(self, custom: CustomComms) -> None:
         """Communicate through the user's collectives."""

@@ -46,6 +46,7 @@ PUBLIC = [
     "share_comm_ctx",
     "sync_replicas",
     "trace",
+    "use_in_torch",
 ]
 
 

@@ -140,7 +140,7 @@ class Speaker(nn.Module):
         return self.word(x)
 
     def speak(self, x: Tensor, *, loudly: bool = False) -> Tensor:
-        return self.word(self(x)) * (2 if loudly else 1)
+        return self(self.word(x)) * (2 if loudly else 1)
 
 
 def both_sharded(ranks: Ranks) -> tuple[Speaker, Speaker, Speaker]:
@@ -202,12 +202,16 @@ def test_two_implementations_in_one_model_are_refused(ranks: Ranks) -> None:
 
 @distributed(2)
 def test_share_comm_ctx(ranks: Ranks) -> None:
-    """Has nothing to do for our modules, and does what it does for PyTorch's."""
+    """Each implementation shares among its own models of the list."""
     _, theirs, ours = both_sharded(ranks)
+    _, also_theirs, also_ours = both_sharded(ranks)
     with use_in_torch():
-        torch_fsdp.share_comm_ctx([theirs, ours])  # type: ignore[list-item]
+        torch_fsdp.share_comm_ctx([theirs, ours, also_theirs, also_ours])  # type: ignore[list-item]
+    state: Callable[[nn.Module], Any] = fsdp2.fully_shard.state  # type: ignore[attr-defined]
+    assert state(ours).shared_streams is state(also_ours).shared_streams is not None
     x = torch.randn(3, 5)
-    assert torch.equal(ours(x), theirs(x))
+    for model in (also_theirs, ours, also_ours):
+        assert torch.equal(model(x), theirs(x))
 
 
 @distributed(4)

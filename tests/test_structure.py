@@ -29,6 +29,7 @@ ROOMS = [
     "pipelining",
     "checks",
     "replicas",
+    "late_ties",
     "schedule",
     "order",
     "param_group",
@@ -162,7 +163,17 @@ def test_engine_of_pytorch_is_not_used(room: str) -> None:
         ):
             assert room == "_torch"
             assert node.module == "torch.distributed.fsdp"
-            assert "fully_shard" not in {alias.name for alias in node.names}
+
+            names = {alias.name for alias in node.names}
+            assert all(name[0].isupper() or name == "fully_shard" for name in names)
+
+
+def test_pytorchs_fully_shard_is_a_key_and_never_called() -> None:
+    """`_torch` names it once, to leave a module's state where PyTorch's own code looks for it."""
+    uses = [n for n in ast.walk(MODULES["_torch"]) if getattr(n, "id", "") == "_their_fully_shard"]
+    calls = [ast.unparse(n) for n in ast.walk(MODULES["_torch"]) if isinstance(n, ast.Call)]
+    assert len(uses) == 1
+    assert not [c for c in calls if c.startswith(("_their_fully_shard", "fully_shard"))]
 
 
 @pytest.mark.parametrize("room", MODULES)

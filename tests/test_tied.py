@@ -82,3 +82,26 @@ def test_two_meshes_are_an_error_of_the_outer_call(ranks: Ranks) -> None:
     fully_shard(model.head, mesh=ranks.mesh(2, names=("one",)))
     with pytest.raises(ValueError, match=r"already managed.*embedding\.weight.*one mesh"):
         fully_shard(model, mesh=ranks.mesh(2, 1, names=("replicate", "shard")))
+
+
+@distributed(2)
+def test_tied_after_sharding(ranks: Ranks) -> None:
+    """Libraries tie again behind loading: the root owns the weight, accumulation included."""
+    model = Net(tied=True)
+    reference = copy.deepcopy(model)
+    model.head.weight = torch.nn.Parameter(model.embedding.weight.detach().clone())
+    fully_shard(model.embedding)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    model.head.weight = model.embedding.weight
+    for batch in token_batches(2, 2):
+        model.set_requires_gradient_sync(False)
+        next_token_loss(model, batch[ranks.rank]).backward()
+        model.set_requires_gradient_sync(True)
+        next_token_loss(model, batch[ranks.rank]).backward()
+        data_parallel(reference, batch)
+        data_parallel(reference, batch)
+        assert_same_params(model, reference, rtol=1e-5, atol=1e-6)
+        assert model.head.weight is model.embedding.weight
+        assert_idle(model)
