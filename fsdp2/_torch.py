@@ -8,6 +8,7 @@ libraries test with ``isinstance``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -135,6 +136,11 @@ def leave_state(module: nn.Module, state: object) -> None:
     """
     states = module.__dict__.setdefault(STATE_KEY, {})
     states[cast(Any, _their_fully_shard).__wrapped__] = state
+
+
+def outside_transforms() -> AbstractContextManager[object]:
+    """Tensors made inside are plain ones, also under ``torch.func``. Private; since 2.0."""
+    return torch._C._DisableFuncTorch()
 
 
 def in_backward() -> bool:

@@ -13,10 +13,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
 from fsdp2._torch import DataParallelMeshDims
+from fsdp2.arguments import (
+    check_ignored,
+    check_mesh,
+    check_modules,
+    check_placement_fn,
+    check_policies,
+    frees_after_forward,
+    part_size_of,
+)
 from fsdp2.errors import UsageError
 from fsdp2.find import find_params, names_of
 from fsdp2.hooks import State, forward_method, state_of, states_below
-from fsdp2.mesh import ShardMesh, named_mesh, shard_mesh
+from fsdp2.mesh import ShardMesh
 from fsdp2.module import FSDPModule
 from fsdp2.optimizers import watch_optimizers
 from fsdp2.param_group import ParamGroup
@@ -25,7 +34,7 @@ from fsdp2.policies import CPUOffloadPolicy, OffloadPolicy, Switches
 from fsdp2.replicas import broadcast_first_replica
 from fsdp2.sharded_param import ShardedParam
 from fsdp2.streams import SharedStreams
-from fsdp2.ties import join_ties
+from fsdp2.ties import find_joins, join_ties
 from fsdp2.tracing import Trace
 
 _classes: dict[type, type] = {}
@@ -118,21 +127,27 @@ def fully_shard(
         optimizer = torch.optim.AdamW(model.parameters())
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    _check_modules(modules)
-    owned = shard_mesh(mesh) if dp_mesh_dims is None else named_mesh(mesh, dp_mesh_dims)
-    part_size = _part_size(reshard_after_forward, owned)
-    ignored = ignored_params or set()
+    check_modules(modules)
+    check_policies(mp_policy, offload_policy)
+    check_placement_fn(shard_placement_fn)
+    owned = check_mesh(mesh, dp_mesh_dims)
+    part_size = part_size_of(reshard_after_forward, owned)
+    ignored = check_ignored(ignored_params)
     is_offloaded = isinstance(offload_policy, CPUOffloadPolicy)
     _move_to_device(modules, owned, ignored, is_offloaded)
     inner = [state for top in modules for state in states_below(top)]
     taken = {m for state in inner for m in state.modules}
     found = find_params(modules, Placing(owned, shard_placement_fn), ignored, taken)
-    switches = Switches(_frees_after_forward(reshard_after_forward), part_size is not None)
+    switches = Switches(frees_after_forward(reshard_after_forward), part_size is not None)
     group = ParamGroup(modules, found.params, owned, mp_policy, offload_policy, switches, part_size)
+    joining = find_joins(group, found.ties, inner)
+    # From here on nothing is refused any more.
     _warn_without_masters(found.params, mp_policy)
+    for param in found.params:
+        param.register()
     _cast_buffers(modules, taken, getattr(mp_policy, "buffer_dtype", None))
     state = State(modules, group, follows_root=reshard_after_forward is None)
-    join_ties(state, found.ties, inner)
+    join_ties(state, joining, found.ties, inner)
     state.ignored = names_of(modules, ignored)
     for each in modules:
         each.__class__ = _fsdp_class(type(each))
@@ -141,51 +156,6 @@ def fully_shard(
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
-
-
-def _frees_after_forward(reshard_after_forward: bool | int | None) -> bool:
-    """A group of one rank keeps everything."""
-    is_int = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
-    return reshard_after_forward != 1 if is_int else reshard_after_forward is not False
-
-
-def _part_size(reshard_after_forward: bool | int | None, mesh: ShardMesh) -> int | None:
-    """Over how many ranks backward gathers; None where an int means the same as a bool."""
-    value = reshard_after_forward
-    if value is None or isinstance(value, bool):
-        return None
-    if not isinstance(value, int):
-        raise TypeError(f"reshard_after_forward is a bool, an int or None; got {value!r}")
-    if mesh.spmd is not None:
-        raise NotImplementedError(
-            f"reshard_after_forward as int ({value}) does not go with dp_mesh_dims; pass a bool"
-        )
-    if value < 1 or mesh.world_size % value:
-        raise UsageError(
-            f"reshard_after_forward={value}: an int is the number of ranks to gather over in "
-            f"backward and must be a factor of {mesh.world_size}, the ranks of the shard mesh"
-        )
-    return value if 1 < value < mesh.world_size else None
-
-
-def _check_modules(modules: list[nn.Module]) -> None:
-    if not modules:
-        raise UsageError("fully_shard got an empty list of modules")
-    for module in modules:
-        name = type(module).__name__
-        if not isinstance(module, nn.Module):
-            raise UsageError(f"fully_shard shards nn.Modules and got a {name}")
-        if state_of(module) is not None:
-            raise UsageError(
-                f"module '{name}': fully_shard was applied to it before. Each distinct composable "
-                "distributed API can only be applied to a module once."
-            )
-        has_forward = type(module).forward is not nn.Module.forward
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward:
-            raise ValueError(
-                f"fully_shard does not support containers that do not implement forward: {name}; "
-                "shard its members, or pass them as a list"
-            )
 
 
 def _move_to_device(
@@ -262,7 +232,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """
     method = getattr(module, method_name, None)
     if method is None or not callable(method):
-        raise UsageError(f"{type(module).__name__} has no method '{method_name}'")
+        raise UsageError(
+            f"{type(module).__name__} has no method '{method_name}'; pass the name of a method of "
+            f"{type(module).__name__} that computes like forward"
+        )
     state = state_of(module)
     if state is None:
         return
@@ -338,5 +311,8 @@ def trace(model: nn.Module) -> Iterator[Trace]:
 def _states_of(model: nn.Module, what: str) -> list[State]:
     states = states_below(model)
     if not states:
-        raise UsageError(f"{what}: fully_shard was called on no module of {type(model).__name__}")
+        raise UsageError(
+            f"{what}: fully_shard was called on no module of {type(model).__name__}; call "
+            "fully_shard on it first"
+        )
     return states

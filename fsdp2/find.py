@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.errors import UsageError
-from fsdp2.sharded_param import IS_SHARD, Deal, Place, ShardedParam, owner_of
+from fsdp2.sharded_param import IS_FULL, IS_SHARD, Deal, Place, ShardedParam, owner_of
 
 
 class Tie(NamedTuple):
@@ -33,7 +33,7 @@ def find_params(
     ignored: set[nn.Parameter],
     owned: set[nn.Module],
 ) -> Found:
-    """Shard what lies below ``modules`` and no earlier call owns."""
+    """Cut shards of what lies below ``modules`` and no earlier call owns."""
     places: dict[nn.Parameter, list[Place]] = {}
     visited: set[nn.Module] = set(owned)
     for root in modules:
@@ -70,12 +70,21 @@ def _find_places(
 
 
 def _check(name: str, param: nn.Parameter) -> None:
+    full_name = getattr(param, IS_FULL, None)
+    if full_name is not None:
+        raise UsageError(
+            f"parameter '{name}' is the full parameter '{full_name}' of a sharded module in the "
+            "middle of its forward; call fully_shard before it runs, on inner modules first"
+        )
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise UsageError(
             f"parameter '{name}' is not initialised yet; run the lazy module once first"
         )
     if not isinstance(param, _torch.DTensor) and param.layout is not torch.strided:
-        raise UsageError(f"parameter '{name}' has layout {param.layout}; only dense ones shard")
+        raise UsageError(
+            f"parameter '{name}' has layout {param.layout}; only dense ones shard: "
+            "call .to_dense(), or list it in ignored_params"
+        )
 
 
 def names_of(modules: list[nn.Module], params: set[nn.Parameter]) -> list[str]:
@@ -83,3 +92,9 @@ def names_of(modules: list[nn.Module], params: set[nn.Parameter]) -> list[str]:
     if not params:
         return []
     return [n for root in modules for n, param in root.named_parameters() if param in params]
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether it only holds modules and is never called."""
+    has_forward = type(module).forward is not nn.Module.forward
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_forward

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fsdp2 import _torch
 from fsdp2.checks import refuse_meta, refuse_offloaded_on_device, refuse_unjoined
-from fsdp2.find import Tie
+from fsdp2.find import Tie, is_container
 from fsdp2.late_ties import join_late_ties
 from fsdp2.nested import map_tensors, tensors_in
 from fsdp2.param_group import GroupState, ParamGroup
@@ -49,7 +49,9 @@ class State(StageEnd):
         self.is_root = False
         self.forward_prefetch: list[ParamGroup] | None = None
         self.backward_prefetch: list[ParamGroup] | None = None
-        self._not_called = set(modules)
+        self._callable = {m for m in modules if not is_container(m)}
+        """The modules of a list that forward calls; one that only holds others is not called."""
+        self._not_called = set(self._callable)
         self._calls: list[Call] = []
         """Forward calls under way, innermost last."""
         self._outer_exception: BaseException | None = None
@@ -166,7 +168,7 @@ class State(StageEnd):
         self._not_called.discard(module)
         is_last_call = not self._not_called
         if is_last_call:
-            self._not_called = set(self.modules)
+            self._not_called = set(self._callable)
         schedule.leave_forward(self.group, needs_backward, is_last_call)
         if self.is_root and not self.group.step.running:
             failed = output is None and sys.exc_info()[1] is not self._outer_exception
@@ -291,7 +293,7 @@ class State(StageEnd):
     def reset(self) -> None:
         """Forget which modules were called before an exception."""
         self._calls.clear()
-        self._not_called = set(self.modules)
+        self._not_called = set(self._callable)
 
 
 def state_of(module: nn.Module) -> State | None:

@@ -143,13 +143,22 @@ def named_mesh(mesh: DeviceMesh | None, dims: _torch.DataParallelMeshDims) -> Sh
     known = mesh.mesh_dim_names
     for name in (*split, *repeat):
         if name not in known:
-            raise UsageError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {known}")
+            raise UsageError(
+                f"dp_mesh_dims: Mesh dim name '{name}' not found in mesh.mesh_dim_names {known}; "
+                "use one of these"
+            )
     twice = set(split) & set(repeat)
     if twice:
-        raise UsageError(f"mesh dim {sorted(twice)[0]!r} is named as shard and as replicate")
+        raise UsageError(
+            f"dp_mesh_dims: mesh dim '{sorted(twice)[0]}' is named as shard and as replicate; use "
+            "it for one of them"
+        )
     for names in (split, repeat):
-        if list(names) != sorted(names, key=known.index):
-            raise UsageError(f"mesh dims {names} must stand in the order of the mesh's, {known}")
+        if list(names) != sorted(set(names), key=known.index):
+            raise UsageError(
+                f"dp_mesh_dims: mesh dims {names} must stand in the order of the mesh's, {known}, "
+                "each once"
+            )
     return _flattened(mesh, split, repeat)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp2 import _torch
+from fsdp2.arguments import check_divide_factor
 from fsdp2.custom import AllGather, CustomComms, ReduceScatter, group_allocated
 from fsdp2.errors import UsageError
 from fsdp2.hooks import State, state_of, states_below
@@ -168,9 +169,7 @@ class FSDPModule(_torch.FSDPModule):
 
         The sum is over all ranks of the mesh, replicas included: 1.0 gives the plain sum.
         """
-        if not factor > 0:
-            raise UsageError(f"the divide factor of gradients is positive, got {factor!r}")
-        self._get_fsdp_state().group.switches.divide_factor = float(factor)
+        self._get_fsdp_state().group.switches.divide_factor = check_divide_factor(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The older name of :meth:`set_gradient_divide_factor`."""
@@ -232,12 +231,7 @@ class FSDPModule(_torch.FSDPModule):
                     f"fsdp2.AllGather and fsdp2.ReduceScatter; got {comm!r}"
                 )
         group = self._get_fsdp_state().group
-        if group.custom.is_ours:
-            raise UsageError(
-                f"{setter} cannot be used together with "
-                "set_allocate_memory_from_process_group_for_comm(True); turn that off first"
-            )
-        group.use(replace(group.custom, **comms))
+        group.use(replace(CustomComms() if group.custom.is_ours else group.custom, **comms))
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Stage in memory from the process group's allocator, where its backend has one.

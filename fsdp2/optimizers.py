@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp2.errors import UsageError
-from fsdp2.sharded_param import OWNER
+from fsdp2.sharded_param import owner_of
 
 _checked: WeakSet[Optimizer] = WeakSet()
 _is_watching = False
@@ -29,11 +29,11 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in optimizer.param_groups:
         for param in group["params"]:
-            owner = getattr(param, OWNER, None)
+            owner = owner_of(param)
             if owner is not None:
                 raise UsageError(
                     f"{type(optimizer).__name__} was built before fully_shard: it holds the old "
-                    f"tensor of parameter '{owner}', which the model no longer uses; build it "
+                    f"tensor of parameter '{owner.name}', which the model no longer uses; build it "
                     "after fully_shard, from model.parameters()"
                 )
     _checked.add(optimizer)

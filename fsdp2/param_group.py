@@ -219,13 +219,14 @@ class ParamGroup:
         if not self.params:
             return
         if self.params[0].full is None:
-            self._make_full()
+            with _torch.outside_transforms():
+                self._make_full()
         if not from_part:
             self._follow_versions()
         self.follow_trainable()
         if self.aliases_shards:
             return
-        with streams.gathering():
+        with streams.gathering(), _torch.outside_transforms():
             for portion in self.portions:
                 portion.start_gather(streams, self.channel, from_part)
             if streams.runs_ahead:
@@ -265,7 +266,8 @@ class ParamGroup:
         if flags != self._are_trainable:
             for param, flag in zip(self.params, flags):
                 assert param.full is not None
-                param.full.requires_grad_(flag)
+                if param.full.requires_grad != flag:
+                    param.full.requires_grad_(flag)
             self._are_trainable = flags
             self._trainable = [portion.trainable for portion in self.portions]
             self.trainable = tuple(i for i, flag in enumerate(flags) if flag)

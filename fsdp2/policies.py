@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fsdp2 import _torch
 from fsdp2._torch import BatchNorm, CPUOffloadPolicy, OffloadPolicy
+from fsdp2.errors import UsageError
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -63,7 +64,13 @@ def compute_dtype(
     if wanted is None or not storage.is_floating_point:
         return storage
     if not isinstance(wanted, torch.dtype):
-        return wanted(name, param) or storage
+        found = wanted(name, param)
+        if found is not None and not isinstance(found, torch.dtype):
+            raise UsageError(
+                f"mp_policy: param_dtype returned {found!r} for parameter '{name}'; it returns a "
+                "torch.dtype, or None for the parameter's own"
+            )
+        return found or storage
     if isinstance(module, BatchNorm) and module.running_mean is not None:
         return storage
     return wanted

@@ -180,8 +180,7 @@ class Portion:
                 else:
                     view = buffer.full(index, slot)
                 full = param.make_full(view)
-                if view.is_floating_point() or view.is_complex():
-                    full.requires_grad_(True)  # a frozen one may thaw; set right at the gather
+                if full.requires_grad:
                     full.register_post_accumulate_grad_hook(hook_of(param))
             self._part = self._make_part()
         if buffer is not None:

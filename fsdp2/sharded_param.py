@@ -31,6 +31,9 @@ OWNER = "_fsdp2_owner"
 
 IS_SHARD = "_fsdp2_is_shard"
 
+IS_FULL = "_fsdp2_is_full"
+"""Left on full parameters: a name."""
+
 
 class Place(NamedTuple):
     """One attribute of one module. A tied parameter has several places."""
@@ -77,6 +80,7 @@ class ShardedParam:
         self.dtype = original.dtype
         self.spec = self._spec_of_shard(tuple(original.shape))
         """Of the shard, and so of its gradient."""
+        self._original: nn.Parameter | None = original
         self.shard = self._make_shard(original, whole)
         self.local = _torch.local_of(self.shard)
         self.full: nn.Parameter | None = None
@@ -100,7 +104,7 @@ class ShardedParam:
         return _torch.dtensor_spec(mesh, placements, shape, self.dtype)
 
     def _make_shard(self, original: nn.Parameter, whole: Tensor) -> nn.Parameter:
-        """Cut this rank's rows out of a full parameter and register them in its stead."""
+        """Cut this rank's rows out of a full parameter."""
         source = whole
         if not self.rows.is_scalar:
             start, stop = self.rows.bounds(self.rank)
@@ -112,10 +116,14 @@ class ShardedParam:
         theirs = ("_local_tensor", "_spec", OWNER)
         shard.__dict__.update({k: v for k, v in original.__dict__.items() if k not in theirs})
         setattr(shard, IS_SHARD, True)
-        for place in self.places:
-            place.module._parameters[place.attribute] = shard
-        setattr(original, OWNER, ref(self))
         return shard
+
+    def register(self) -> None:
+        """Put the shard in the place of the parameter. Until then nothing has changed."""
+        for place in self.places:
+            place.module._parameters[place.attribute] = self.shard
+        setattr(self._original, OWNER, ref(self))
+        self._original = None
 
     def add_places(self, places: list[Place]) -> None:
         """Further attributes that hold this parameter."""
@@ -164,7 +172,8 @@ class ShardedParam:
         if registered.shape != self.spec.shape:
             raise UsageError(
                 f"parameter '{self.name}' was replaced after fully_shard by one of shape "
-                f"{tuple(registered.shape)}; its shape was {tuple(self.spec.shape)}"
+                f"{tuple(registered.shape)}; its shape was {tuple(self.spec.shape)}: put one of "
+                "that shape there, or call fully_shard on the changed model"
             )
         expected = self.spec
         if registered.device_mesh != expected.mesh or registered.placements != expected.placements:
@@ -189,11 +198,14 @@ class ShardedParam:
             shape = tuple(spec.shape)
             made = _torch.dtensor_spec(spec.mesh, spec.placements, shape, view.dtype)
             tensor = _torch.dtensor(view, made)
-        full = nn.Parameter(tensor, requires_grad=self.shard.requires_grad)
+        # A frozen one may thaw: the gather sets it right.
+        may_train = view.is_floating_point() or view.is_complex()
+        full = nn.Parameter(tensor, requires_grad=may_train)
         if self.outer is not None:
             _torch.set_local(full, view)
         ours = ("_local_tensor", "_spec", IS_SHARD)
         full.__dict__.update({k: v for k, v in self.shard.__dict__.items() if k not in ours})
+        setattr(full, IS_FULL, self.name)
         self.full = full
         return full
 
@@ -287,7 +299,14 @@ def _concatenated(name: str, theirs: _torch.DeviceMesh, mesh: ShardMesh) -> _tor
             f"parameter '{name}': Requires DTensor to have mesh of the same type as the FSDP mesh "
             f"but got {theirs.device_type} for DTensor and {mesh.mesh.device_type} for FSDP"
         )
-    if _torch.root_mesh(theirs) != _torch.root_mesh(mesh.mesh):
+    theirs, root = _cut_from(_torch.root_mesh(mesh.mesh), theirs), _torch.root_mesh(mesh.mesh)
+    if not theirs.mesh_dim_names or not mesh.mesh.mesh_dim_names:
+        raise UsageError(
+            f"parameter '{name}' is a DTensor on {theirs} and fully_shard deals it over "
+            f"{mesh.mesh}: both need names to be put together; cut both from one "
+            "init_device_mesh(..., mesh_dim_names=...)"
+        )
+    if _torch.root_mesh(theirs) != root:
         raise UsageError(
             f"parameter '{name}' is a DTensor on {theirs}, which is not cut from the same mesh as "
             f"{mesh.mesh}; cut both from one init_device_mesh(..., mesh_dim_names=...)"
@@ -298,6 +317,15 @@ def _concatenated(name: str, theirs: _torch.DeviceMesh, mesh: ShardMesh) -> _tor
             f"data-parallel mesh {mesh.mesh}; for a mesh that holds both pass dp_mesh_dims"
         )
     return _torch.concatenated([mesh.mesh, theirs])
+
+
+def _cut_from(root: _torch.DeviceMesh, mesh: _torch.DeviceMesh) -> _torch.DeviceMesh:
+    """The part of ``root`` that equals ``mesh``: DTensors may hold an equal part of another."""
+    names = mesh.mesh_dim_names
+    if names and set(names) <= set(root.mesh_dim_names or ()):
+        part = root if names == root.mesh_dim_names else root[names]
+        return part if part == mesh else mesh
+    return mesh
 
 
 def _described(value: Tensor | None) -> str:

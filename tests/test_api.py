@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib.metadata
 import importlib.resources
-import inspect
 import subprocess
 import sys
 from typing import Any
@@ -48,20 +46,6 @@ PUBLIC = [
     "trace",
     "use_in_torch",
 ]
-
-
-def parameters_of(function: Any) -> list[tuple[str, Any, Any]]:
-    """Name, kind and default of every parameter."""
-    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-
-
-def inherited(cls: type) -> list[str]:
-    """What a class gives to those that derive from it, beyond what every class has."""
-    bookkeeping = {"__annotations__", "__dict__", "__doc__", "__module__", "__weakref__"}
-    bookkeeping |= {"__firstlineno__", "__static_attributes__", "__annotate_func__"}
-    bookkeeping |= {"__annotations_cache__", "__abstractmethods__", "_abc_impl"}
-    names = {name for base in cls.__mro__[:-1] for name in vars(base)}
-    return sorted(names - bookkeeping)
 
 
 def sum_of_squares(model: nn.Module, x: Tensor) -> Tensor:
@@ -107,44 +91,6 @@ def test_import_is_cheap() -> None:
         if costs[-1] < 0.05:
             return
     pytest.fail(f"import fsdp2 took {costs} seconds")
-
-
-def test_functions_have_pytorchs_signatures() -> None:
-    """`fully_shard` and its companion: the same names, order, kinds and defaults."""
-    assert parameters_of(fully_shard) == parameters_of(theirs.fully_shard)
-    assert parameters_of(fsdp2.register_fsdp_forward_method) == parameters_of(
-        theirs.register_fsdp_forward_method
-    )
-
-
-def test_policies_are_pytorchs() -> None:
-    """A policy built with either library is one of both; ours has two more fields."""
-    assert issubclass(fsdp2.MixedPrecisionPolicy, theirs.MixedPrecisionPolicy)
-    ours, base = (dataclasses.fields(m.MixedPrecisionPolicy) for m in (fsdp2, theirs))
-    assert [(f.name, f.default) for f in ours[:4]] == [(f.name, f.default) for f in base]
-    assert [f.name for f in ours[4:]] == ["uncast_inputs", "buffer_dtype"]
-    assert fsdp2.OffloadPolicy is theirs.OffloadPolicy
-    assert fsdp2.CPUOffloadPolicy is theirs.CPUOffloadPolicy
-
-
-@pytest.mark.parametrize("name", ["FSDPModule", "UnshardHandle"])
-def test_nothing_is_inherited_from_pytorchs_engine(name: str) -> None:
-    """Every attribute of PyTorch's class is overridden: theirs would find no engine."""
-    ours, base = getattr(fsdp2, name), getattr(theirs, name)
-    assert issubclass(ours, base)
-    names = inherited(base)
-    assert names
-    assert [attribute for attribute in names if attribute not in vars(ours)] == []
-
-
-@distributed(2)
-def test_sharded_module_reaches_no_inherited_method(ranks: Ranks) -> None:
-    """The same holds for the class that a module ends up with, where `nn.Module` joins in."""
-    model = fully_shard(two_layers())
-    for name in inherited(theirs.FSDPModule):
-        provider = next(cls for cls in type(model).__mro__ if name in vars(cls))
-        assert provider is not theirs.FSDPModule, name
-    assert_idle(model)
 
 
 # ---- What happens to the module
@@ -208,19 +154,6 @@ def test_state_is_one_object_for_each_call(ranks: Ranks) -> None:
     assert len(set(states)) == 3
     assert fully_shard.state(model[2]) is fully_shard.state(model[1])
     assert fully_shard.state(model[3]) is None
-    assert_idle(model)
-
-
-@distributed(2)
-def test_pytorchs_policies_are_accepted(ranks: Ranks) -> None:
-    """Policy objects that were built for PyTorch's `fully_shard` work here."""
-    policy = theirs.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = two_layers()
-    fully_shard(model, mp_policy=policy, offload_policy=theirs.OffloadPolicy())
-    output = model(torch.randn(4, 3))
-    assert output.dtype is torch.bfloat16
-    output.float().sum().backward()
-    assert all(param.grad.dtype is torch.float32 for param in model.parameters())
     assert_idle(model)
 
 
@@ -370,19 +303,6 @@ def test_inner_calls_own_their_parameters(ranks: Ranks) -> None:
     assert rest == ["embedding.weight", "norm.weight", "norm.bias", "head.weight"]
     assert [len(group.params) for group in groups] == [4, 6, 6]
     assert_idle(model)
-
-
-@pytest.mark.parametrize("name", ["FSDPModule", "UnshardHandle"])
-def test_methods_have_pytorchs_signatures(name: str) -> None:
-    """Every method takes the same arguments, by the same names and with the same defaults."""
-    ours, base = getattr(fsdp2, name), getattr(theirs, name)
-    different = []
-    for method in inherited(base):
-        if method == "__init__" or not callable(getattr(base, method)):
-            continue  # handles are made by the library alone
-        if parameters_of(getattr(ours, method)) != parameters_of(getattr(base, method)):
-            different.append(method)
-    assert different == []
 
 
 @distributed(2)

@@ -24,6 +24,7 @@ ROOMS = [
     "clipping",
     "gathering",
     "norms",
+    "arguments",
     "optimizers",
     "hooks",
     "pipelining",
