@@ -179,35 +179,41 @@ class Custom:
         if scale != 1.0:
             pieces.mul_(scale)
         work = comm(total, pieces, self._reduce_group, dist.ReduceOp.SUM, async_op=True)
-        return CustomPart(work, pieces, total, out)
+        return CustomPart(work, pieces, [total], [out])
 
 
 class CustomGather:
-    """Blocks gathered through the user's collective, into tensors that it allocates."""
+    """Blocks gathered through the user's collective, one call per dtype."""
 
     def __init__(self, comm: AllGather, group: dist.ProcessGroup, blocks: Sequence[Tensor]) -> None:
         self._comm = comm
         self._group = group
-        self._blocks = blocks
+        self._by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for block in blocks:
+            self._by_dtype.setdefault(block.dtype, []).append(block)
 
     def start(self, channel: int) -> Pending:
-        rank, parts = self._group.rank(), []
-        for block in self._blocks:
-            own = self._comm.allocate((block.shape[1],), dtype=block.dtype, device=block.device)
-            own.copy_(block[rank])
-            everyone = self._comm.allocate((block.numel(),), dtype=block.dtype, device=block.device)
-            work = self._comm(everyone, own, self._group, async_op=True)
-            parts.append(CustomPart(work, own, everyone, block.view(-1)))
-        return CustomCalls(parts)
+        return CustomCalls([self._call(blocks) for blocks in self._by_dtype.values()])
+
+    def _call(self, blocks: list[Tensor]) -> CustomPart:
+        rank, ranks = self._group.rank(), self._group.size()
+        sizes = [block.shape[1] for block in blocks]
+        dtype, device = blocks[0].dtype, blocks[0].device
+        own = self._comm.allocate((sum(sizes),), dtype=dtype, device=device)
+        everyone = self._comm.allocate((ranks * sum(sizes),), dtype=dtype, device=device)
+        torch._foreach_copy_(list(own.split(sizes)), [block[rank] for block in blocks])
+        work = self._comm(everyone, own, self._group, async_op=True)
+        columns = everyone.view(ranks, sum(sizes)).split(sizes, dim=1)
+        return CustomPart(work, own, list(columns), blocks)
 
 
 class CustomPart(NamedTuple):
-    """One call under way: ``result`` goes to ``out``, ``source`` must live until then."""
+    """One call under way: ``results`` go to ``outs``, ``source`` must live until then."""
 
     work: dist.Work | None
     source: Tensor
-    result: Tensor
-    out: Tensor
+    results: list[Tensor]
+    outs: list[Tensor]
 
 
 class CustomCalls:
@@ -217,8 +223,8 @@ class CustomCalls:
         self._parts = parts
 
     def wait(self) -> None:
-        for work, _, result, out in self._parts:
+        for work, _, results, outs in self._parts:
             if work is not None:
                 work.wait()
-            out.copy_(result)
+            torch._foreach_copy_(outs, results)
         self._parts.clear()

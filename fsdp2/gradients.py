@@ -6,6 +6,8 @@ gradient, so that ranks which used different parameters still send the same byte
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,8 @@ class ReductionPlan:
             for section in layout.sections
             if any(slot.index in trainable for slot in section.slots)
         ]
+        self._new: Callable[..., Tensor] = torch.empty
+        """How gradient buffers are made."""
         self._all_present: dict[tuple[int, torch.dtype], Tensor] = {}
         self._is_float16 = any(plan.reduced is torch.float16 for plan in self.sections)
 
@@ -144,7 +148,9 @@ class ReductionPlan:
         """
         is_alone = self._transport is None and self._replicas is None
         if is_alone and ending.hook is None and ending.to_host is None:
-            return LocalReduction(self._local_gradients(1.0 / ending.divisor, ending.fills_unused))
+            return LocalReduction(self._local_gradients(ending.divisor, ending.fills_unused))
+        # A hook sees the padding too, which the sums do not write.
+        self._new = torch.empty if ending.hook is None else torch.zeros
         scale = 1.0
         if self._is_float16:
             # A sum of float16 gradients overflows where their mean does not.
@@ -162,7 +168,7 @@ class ReductionPlan:
             return ExchangedReduction(sections, sources, pending, ending, streams, staging)
 
     def _local_gradients(
-        self, scale: float, fills_unused: bool
+        self, divisor: float, fills_unused: bool
     ) -> list[tuple[ShardedParam, Tensor]]:
         """With one rank the gradients are the sums already."""
         results = []
@@ -175,13 +181,13 @@ class ReductionPlan:
                     )
                 if gradient is not None:
                     gradient = gradient.to(plan.reduced)
-                    gradient = gradient.mul_(scale) if scale != 1.0 else gradient
+                    gradient = gradient.div_(divisor) if divisor != 1.0 else gradient
                     results.append((view.param, gradient.to(plan.storage)))
         return results
 
     def _prepare_unsplit(self, plan: SectionPlan, scale: float) -> ReducedSection:
         """With whole parameters on every rank: all gradients into the buffer to be summed."""
-        buffer = torch.empty(plan.gradients.numel, dtype=plan.reduced, device=self._mesh.device)
+        buffer = self._gradient_buffer(plan)
         missing: list[int] = []
         places: list[Tensor] = []
         found: list[Tensor] = []
@@ -224,7 +230,7 @@ class ReductionPlan:
                 if gradient.dtype is not wire or not gradient.is_contiguous():
                     gradient = gradient.to(wire).contiguous()
             full[view.index] = gradient
-        buffer = torch.empty(plan.gradients.numel, dtype=plan.reduced, device=self._mesh.device)
+        buffer = self._gradient_buffer(plan)
         for column in plan.direct:
             chunk = column.slot.rows.chunk_numel
             out = buffer.narrow(0, column.offset, chunk)
@@ -234,6 +240,9 @@ class ReductionPlan:
         out = buffer.narrow(0, plan.gradients.packed_offset, packed_numel)
         sources.append(Source(packed.view(-1), packed_numel, out))
         return ReducedSection(plan, buffer, missing, list(full.values()), packed)
+
+    def _gradient_buffer(self, plan: SectionPlan) -> Tensor:
+        return self._new(plan.gradients.numel, dtype=plan.reduced, device=self._mesh.device)
 
     def _pack(
         self,

@@ -64,7 +64,6 @@ class State(StageEnd):
         self.unjoined: list[Tie] = []
         """Attributes of the modules that hold parameters of other groups."""
         self._limit = DEFAULT_LIMIT
-        self._max_exchanges = 1
         self._optimizer_done: torch.Event | None = None
         self._uncast: dict[nn.Module, tuple[set[int], set[str]]] = {}
         self.shared_streams: SharedStreams | None = None
@@ -254,9 +253,10 @@ class State(StageEnd):
             self.schedule.limit = limit
 
     def set_max_exchanges(self, count: int) -> None:
-        self._max_exchanges = count
+        self.group.switches.max_exchanges = count
         if self.schedule is not None:
-            self.schedule.max_exchanges = count
+            groups = self.schedule.groups
+            self.schedule.max_exchanges = max(g.switches.max_exchanges for g in groups)
 
     def set_optimizer_done(self, event: torch.Event) -> None:
         self._optimizer_done = event
@@ -282,7 +282,6 @@ class State(StageEnd):
         """Take part in a root's steps. What was set before the first forward is the root's say."""
         self.schedule = schedule
         self.is_root = is_root
-        schedule.max_exchanges = max(schedule.max_exchanges, self._max_exchanges)
         if is_root:
             if self._optimizer_done is not None:
                 schedule.streams.wait_once(self._optimizer_done)

@@ -159,7 +159,18 @@ class ParamGroup:
         self._deal([p for p in self.params if p is not param])
 
     def use(self, custom: CustomComms) -> None:
-        """Communicate through the user's collectives."""
+        """Communicate through the user's collectives. The full parameters are made anew.
+
+        Raises:
+            RuntimeError: Something under way still needs the present ones.
+        """
+        if self.step.ran or self.is_accumulating or self.has_partial_sums:
+            raise RuntimeError(
+                f"'{self.name}': its collectives are exchanged while a forward waits for its "
+                "backward, or while gradients are kept back by set_requires_gradient_sync(False) "
+                "or set_requires_all_reduce(False); set them between steps, or call "
+                "reset_iter_state() first"
+            )
         self.free()
         self.custom = custom
         for portion in self.portions:

@@ -109,5 +109,7 @@ class Switches:
     """A parameter that no rank used gets a gradient of zeros."""
     divide_factor: float | None = None
     """Gradient sums are divided by this; by the number of ranks if None."""
+    max_exchanges: int = 1
+    """Reductions that may be under way; the largest number below a root is the root's."""
     all_reduce_hook: Callable[[Tensor], None] | None = None
     all_reduce_stream: torch.Stream | None = None

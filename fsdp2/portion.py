@@ -60,6 +60,7 @@ class Portion:
         self.part_axis = part
         self._offload = offload
         self._custom = CustomComms()
+        self._reduces_apart = False
         self.transport: Transport | None = self._choose_transport()
         self.replicas = Replicas(mesh.replicas.group) if mesh.replicas.group is not None else None
         self.partial = PartialSums()
@@ -78,8 +79,16 @@ class Portion:
         group = self.mesh.shard.group
         if group is None:
             return None
-        transport = choose_transport(group, self.mesh.rank, self.mesh.device)
-        return Custom(transport, group, self._custom) if self._custom.is_set else transport
+        transport = self._transport_over(Axis.of(group))
+        if self._reduces_apart:
+            ranks = tuple(torch.distributed.get_process_group_ranks(group))
+            transport.reduce_over(group_of(ranks, "reductions"))
+        return transport
+
+    def _transport_over(self, axis: Axis) -> Transport:
+        assert axis.group is not None
+        transport = choose_transport(axis.group, axis.rank, self.mesh.device)
+        return Custom(transport, axis.group, self._custom) if self._custom.is_set else transport
 
     def use(self, custom: CustomComms) -> None:
         """Communicate through the user's collectives, which take flat tensors: lay out anew."""
@@ -92,9 +101,9 @@ class Portion:
         group = self.mesh.shard.group
         if self.transport is None or group is None:
             return
+        self._reduces_apart = is_separate
         if is_separate:
-            ranks = tuple(torch.distributed.get_process_group_ranks(group))
-            group = group_of(ranks, "reductions")
+            group = group_of(tuple(torch.distributed.get_process_group_ranks(group)), "reductions")
         self.transport.reduce_over(group)
 
     @property
@@ -262,8 +271,7 @@ class Portion:
         filling = Filling(full, shards)
         gather = None
         if filling.blocks:
-            transport = choose_transport(axis.group, axis.rank, self.mesh.device)
-            gather = transport.plan_gather(filling.blocks)
+            gather = self._transport_over(axis).plan_gather(filling.blocks)
         kept: list[Tensor] = []
         sources: list[Tensor] = []
         for index, section in enumerate(layout.sections):

@@ -63,7 +63,7 @@ class Schedule:
         self._in_flight: list[ParamGroup] = []
         """Groups that are freed behind use, oldest gather first; kept ones do not count."""
         self._staging = Staging()
-        self.max_exchanges = 1
+        self.max_exchanges = max(group.switches.max_exchanges for group in groups)
         """Reductions whose full gradients may be held at once."""
         self._exchanging: list[tuple[ParamGroup, list[Reduction]]] = []
         self._adding: list[tuple[ParamGroup, list[Reduction]]] = []
@@ -369,7 +369,8 @@ class Schedule:
         step = group.step
         if group.switches.reduces_gradients:
             is_unused = step.ran and not step.is_settled and bool(group.trainable)
-            is_kept_back = group.is_accumulating or group.has_partial_sums
+            has_partial = group.switches.all_reduces and group.has_partial_sums
+            is_kept_back = group.is_accumulating or (has_partial and not step.is_settled)
             is_due = self.is_last_backward and (is_unused or is_kept_back)
         else:
             # Also without a gradient: all ranks agree on whether they accumulate.

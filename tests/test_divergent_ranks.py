@@ -75,3 +75,26 @@ def test_a_rank_that_leaves_parameters_out(
         for each in (model, reference):
             each.zero_grad()
     assert_idle(model)
+
+
+@distributed(4, timeout=20)
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=str)
+def test_a_rank_that_leaves_parameters_out_of_put_off_sums(
+    ranks: Ranks, shape: tuple[int, int]
+) -> None:
+    """With sums that wait in each replica, all ranks reduce each group equally often.
+
+    The first micro-batch uses all of it on some ranks, the last one on others.
+    """
+    model = Tower().double()
+    reference = copy.deepcopy(model)
+    fully_shard(model, mesh=ranks.mesh(*shape, names=("replicate", "shard")))
+    generator = torch.Generator().manual_seed(1)
+    for micro_batch in range(3):
+        xs = torch.randn(4, 2, 3, generator=generator).double()
+        inputs = [(x, rank % 3 == micro_batch) for rank, x in enumerate(xs)]
+        model.set_requires_all_reduce(micro_batch == 2)
+        loss_of(model, inputs[ranks.rank]).backward()
+        data_parallel(reference, inputs, loss_of)
+    assert_same_params(model, reference, rtol=1e-12, atol=1e-12)
+    assert_idle(model)

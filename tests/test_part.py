@@ -528,7 +528,7 @@ def test_numbers_that_do_not_divide(ranks: Ranks, value: int) -> None:
 @pytest.mark.parametrize("value", [1.5, "2"])
 def test_what_is_no_number(ranks: Ranks, value: Any) -> None:
     """Neither a bool nor an int."""
-    with pytest.raises(TypeError, match="reshard_after_forward"):
+    with pytest.raises((TypeError, ValueError), match="reshard_after_forward is a bool"):
         fully_shard(nn.Linear(4, 4), reshard_after_forward=value)
 
 
