@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fsdp2.custom import AllGather as AllGather
     from fsdp2.custom import Comm as Comm
     from fsdp2.custom import ReduceScatter as ReduceScatter
+    from fsdp2.errors import NotGatheredError as NotGatheredError
     from fsdp2.errors import UsageError as UsageError
     from fsdp2.explain import explain as explain
     from fsdp2.interop import use_in_torch as use_in_torch
@@ -51,6 +52,7 @@ _HOMES = {
     "DataParallelMeshDims": "_torch",
     "FSDPModule": "module",
     "MixedPrecisionPolicy": "policies",
+    "NotGatheredError": "errors",
     "OffloadPolicy": "policies",
     "ReduceScatter": "custom",
     "ShardPlacementResult": "placing",

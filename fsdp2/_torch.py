@@ -70,6 +70,22 @@ __all__ = [
 
 _NO_TASK = -1
 
+MIXED_TENSORS = "mixed torch.Tensor and DTensor"
+"""How DTensor refuses plain tensors beside it; it has no exception of its own. Since 2.0."""
+
+PIECES_AND_CASTS = frozenset(
+    {
+        torch.ops.aten._to_copy.default,
+        torch.ops.aten.split.Tensor,
+        torch.ops.aten.split_with_sizes.default,
+        torch.ops.aten.unbind.int,
+    }
+)
+"""Operators whose results are pieces or casts of their one input, beside those with ``is_view``.
+
+The first is private; it is what ``.to(dtype)`` and autocast call. Since 1.12.
+"""
+
 
 def dtensor_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype

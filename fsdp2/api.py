@@ -24,7 +24,8 @@ from fsdp2.arguments import (
 )
 from fsdp2.errors import UsageError
 from fsdp2.find import find_params, names_of
-from fsdp2.hooks import State, forward_method, state_of, states_below
+from fsdp2.guard import watch_steps
+from fsdp2.hooks import State, forward_method, name_groups, state_of, states_below
 from fsdp2.mesh import ShardMesh
 from fsdp2.module import FSDPModule
 from fsdp2.optimizers import watch_optimizers
@@ -147,11 +148,13 @@ def fully_shard(
         param.register()
     _cast_buffers(modules, taken, getattr(mp_policy, "buffer_dtype", None))
     state = State(modules, group, follows_root=reshard_after_forward is None)
+    name_groups(modules, inner)
     join_ties(state, joining, found.ties, inner)
     state.ignored = names_of(modules, ignored)
     for each in modules:
         each.__class__ = _fsdp_class(type(each))
     watch_optimizers()
+    watch_steps()
     return module
 
 

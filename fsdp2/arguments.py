@@ -49,7 +49,8 @@ def check_modules(modules: list[nn.Module]) -> None:
 
 def _refuse_pytorchs(top: nn.Module) -> None:
     for name, module in top.named_modules():
-        if isinstance(module, _torch.FSDPModule) and state_of(module) is None:
+        is_sharded = isinstance(module, _torch.FSDPModule)
+        if is_sharded and state_of(module) is None:
             raise UsageError(
                 f"module '{name or type(module).__name__}' was sharded by PyTorch's fully_shard, "
                 "torch.distributed.fsdp; one model takes one of the two: import fully_shard from "

@@ -195,6 +195,20 @@ class Staging:
         self._idle[kind] = block
 
 
+def own_storage(local: Tensor) -> Tensor:
+    """The same memory under a storage of its own, from offset 0.
+
+    A DTensor takes over the offset of its local tensor, and then ``torch.save`` and ``deepcopy``
+    take it for a tensor with memory of its own. Compilers refuse two that share a storage.
+    Only for memory that is never freed by resizing: this storage would not notice.
+    """
+    if local.device.type == "meta":
+        return local
+    start = local.storage_offset() * local.itemsize
+    storage = local.untyped_storage()[start : start + local.nbytes]
+    return local.new_empty(0).set_(storage, 0, local.shape, local.stride())
+
+
 def typed_view(memory: Tensor, start_nbytes: int, numel: int, dtype: object) -> Tensor:
     """``numel`` elements of ``dtype`` out of a buffer of bytes."""
     assert isinstance(dtype, torch.dtype)

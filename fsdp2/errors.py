@@ -8,3 +8,10 @@ class UsageError(AssertionError, ValueError):
 
     It is a ``ValueError`` too, so that code written for either catches it.
     """
+
+
+class NotGatheredError(UsageError, RuntimeError):
+    """A parameter was used as a full tensor where it is a shard.
+
+    DTensor itself raises ``RuntimeError`` for this.
+    """

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fsdp2 import _torch
 from fsdp2.checks import refuse_meta, refuse_offloaded_on_device, refuse_unjoined
 from fsdp2.find import Tie, is_container
+from fsdp2.guard import unguard_state_dict
 from fsdp2.late_ties import join_late_ties
 from fsdp2.nested import map_tensors, tensors_in
 from fsdp2.param_group import GroupState, ParamGroup
@@ -72,6 +73,7 @@ class State(StageEnd):
         for module in modules:
             module.__dict__[_STATE] = self
             _torch.leave_state(module, self)
+            module.register_state_dict_post_hook(unguard_state_dict)
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
 
@@ -316,7 +318,7 @@ def start_root(state: State) -> Schedule:
     for module in state.modules:
         states |= dict.fromkeys(states_below(module))
     members = list(states)
-    _name_groups(state.modules, members)
+    name_groups(state.modules, members)
     groups = [member.group for member in members]
     for member in members:
         refuse_unjoined(member.group, member.unjoined)
@@ -342,12 +344,14 @@ def start_root(state: State) -> Schedule:
     return schedule
 
 
-def _name_groups(roots: list[nn.Module], members: list[State]) -> None:
+def name_groups(roots: list[nn.Module], members: list[State]) -> None:
+    """Full names from ``roots`` on, for messages and traces."""
     names = {id(module): name for root in roots for name, module in root.named_modules()}
     for member in members:
         group = member.group
         group.name = ", ".join(names.get(id(m)) or "root" for m in group.modules)
         for param in group.params:
+            param.group_name = group.name
             param.rename(names)
 
 

@@ -84,6 +84,9 @@ class ParamGroup:
         self.name = type(modules[0]).__name__
         """Full name of its modules from the root, known from the first forward on."""
         self.modules = modules
+        for param in params:
+            param.group_name = self.name
+            param.guard()
         self.mesh = mesh
         """The call's mesh; single parameters may be dealt over others."""
         self.policy = policy

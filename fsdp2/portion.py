@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp2 import _torch
-from fsdp2.buffers import Filling, FullBuffer, ShardBuffer, Staging
+from fsdp2.buffers import Filling, FullBuffer, ShardBuffer, Staging, own_storage
 from fsdp2.collectives import (
     GatherPlan,
     Pending,
@@ -132,7 +132,7 @@ class Portion:
         with torch.inference_mode(False):
             self.shards = ShardBuffer(self.layout, self.mesh.rank, device, is_pinned)
             for _, section, slot in self._slots():
-                self.params[slot.index].bind(self.shards.local(section, slot))
+                self.params[slot.index].bind(own_storage(self.shards.local(section, slot)))
         self._full = None
         for param in self.params:
             param.full = None

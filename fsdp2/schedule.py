@@ -169,7 +169,10 @@ class Schedule:
             self._is_checking_forward = False
         self.phase = Phase.FAILED if failed else Phase.IDLE
         for group in self._in_flight[:]:
-            self.free(group)
+            # What was gathered ahead and nobody came for. A full group is still wanted: by
+            # modules of a list that were not called yet, or by who gathered it by hand.
+            if failed or group.state is GroupState.ARRIVING:
+                self.free(group)
 
     def enter_forward(self, group: ParamGroup, explicit: list[ParamGroup] | None) -> None:
         group.step.running += 1

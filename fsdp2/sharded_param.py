@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
 from fsdp2.errors import UsageError
+from fsdp2.guard import NAMES, guard
 from fsdp2.layout import Rows
 from fsdp2.mesh import ShardMesh
 
@@ -71,6 +72,8 @@ class ShardedParam:
         self.places = places
         self.name = self.given_name = places[0].name
         """``name`` is full from the first forward on; the other one is what policies know."""
+        self.group_name = ""
+        """Of the module that ``fully_shard`` got; for errors."""
         self.mesh, self.dim = deal
         self.rank = self.mesh.rank
         self.outer = _torch.spec_of(original) if isinstance(original, _torch.DTensor) else None
@@ -110,13 +113,17 @@ class ShardedParam:
             start, stop = self.rows.bounds(self.rank)
             source = whole.narrow(self.dim, start, stop - start)
         shard = nn.Parameter(
-            _torch.dtensor(source, self.spec), requires_grad=original.requires_grad
+            _torch.dtensor(source.new_empty(0), self.spec), requires_grad=original.requires_grad
         )
         _torch.set_local(shard, source)
-        theirs = ("_local_tensor", "_spec", OWNER)
+        theirs = ("_local_tensor", "_spec", OWNER, NAMES)
         shard.__dict__.update({k: v for k, v in original.__dict__.items() if k not in theirs})
         setattr(shard, IS_SHARD, True)
         return shard
+
+    def guard(self) -> None:
+        """Let the shard name itself where it is taken for the full parameter."""
+        guard(self.shard, self.name, self.group_name)
 
     def register(self) -> None:
         """Put the shard in the place of the parameter. Until then nothing has changed."""
@@ -142,6 +149,7 @@ class ShardedParam:
 
         self.places = [renamed(place) for place in self.places]
         self.name = self.places[0].name
+        self.guard()
 
     def bind(self, local: Tensor) -> None:
         """Move this rank's rows into ``local``, a view of the shard buffer."""
@@ -185,6 +193,7 @@ class ShardedParam:
         self.shard = registered
         self.spec = _torch.spec_of(registered)
         setattr(self.shard, IS_SHARD, True)
+        self.guard()
         self.local = _torch.local_of(registered)
         self.dtype = self.local.dtype
         for place in self.places[1:]:
@@ -203,7 +212,7 @@ class ShardedParam:
         full = nn.Parameter(tensor, requires_grad=may_train)
         if self.outer is not None:
             _torch.set_local(full, view)
-        ours = ("_local_tensor", "_spec", IS_SHARD)
+        ours = ("_local_tensor", "_spec", IS_SHARD, NAMES)
         full.__dict__.update({k: v for k, v in self.shard.__dict__.items() if k not in ours})
         setattr(full, IS_FULL, self.name)
         self.full = full

@@ -27,6 +27,7 @@ PUBLIC = [
     "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
+    "NotGatheredError",
     "OffloadPolicy",
     "ReduceScatter",
     "ShardPlacementResult",

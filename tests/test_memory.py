@@ -40,6 +40,12 @@ def full_nbytes(module: nn.Module) -> int:
     return sum({s._cdata: s.nbytes() for s in full_storages(module)}.values())
 
 
+def shard_nbytes(*modules: nn.Module) -> int:
+    """What the shard buffers of these groups hold on this rank."""
+    portions = [portion for module in modules for portion in group_of(module).portions]
+    return sum(portion.shards.memory.nbytes for portion in portions)
+
+
 def step(model: nn.Module) -> None:
     model(torch.ones(2, 8)).square().sum().backward()
 
@@ -196,12 +202,13 @@ def test_shards_and_gradients_are_a_share(ranks: Ranks, shape: tuple[int, ...]) 
     rows = -(-shape[0] // ranks.world_size)
     padded = rows * torch.Size(shape[1:]).numel() * 4
     alignment = 64
-    for tensor in (model.weight, model.weight.grad):
+    gradients = model.weight.grad.to_local().untyped_storage().nbytes()
+    for tensor, nbytes in ((model.weight, shard_nbytes(model)), (model.weight.grad, gradients)):
         assert isinstance(tensor, DTensor)
         local = tensor.to_local()
         assert local.shape[0] == max(0, min(rows, shape[0] - rows * ranks.rank))
         # One count of ranks that had a gradient rides behind the gradients.
-        assert padded <= local.untyped_storage().nbytes() <= padded + alignment + 4
+        assert padded <= nbytes <= padded + alignment + 4
     assert_idle(model)
 
 
@@ -213,15 +220,12 @@ def test_share_of_a_whole_model(ranks: Ranks) -> None:
     shard_blocks(model)
     step(model)
     report = fsdp2.explain(model)
-    for tensors in (
-        [param.to_local() for param in model.parameters()],
-        [param.grad.to_local() for param in model.parameters()],
-    ):
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    gradients = [param.grad.to_local() for param in model.parameters()]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in gradients}
+    for nbytes in (shard_nbytes(model, *model.blocks), sum(storages.values())):
         padding = sum(group.padding_nbytes for group in report.groups)
-        alignment = 16 * len(tensors) * ranks.world_size
-        total = sum(storages.values()) * ranks.world_size
-        assert whole <= total <= whole + padding + alignment + 4 * len(tensors) * ranks.world_size
+        alignment = (16 + 4) * len(gradients) * ranks.world_size
+        assert whole <= nbytes * ranks.world_size <= whole + padding + alignment
     assert_idle(model)
 
 

@@ -41,6 +41,7 @@ ROOMS = [
     "find",
     "attributes",
     "sharded_param",
+    "guard",
     "custom",
     "buffers",
     "collectives",
