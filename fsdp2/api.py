@@ -199,6 +199,7 @@ def _cast_buffers(
 ) -> None:
     """Floating-point buffers of the modules that this call shards."""
     visited = set(taken)
+    cast: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     remaining = list(modules) if dtype is not None else []
     while remaining:
         module = remaining.pop()
@@ -208,7 +209,9 @@ def _cast_buffers(
         remaining += module.children()
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
+                if id(buffer) not in cast:  # one table for all layers stays one
+                    cast[id(buffer)] = buffer, buffer.to(dtype)
+                module._buffers[name] = cast[id(buffer)][1]
 
 
 def _fsdp_class(cls: type) -> type:

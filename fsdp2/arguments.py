@@ -97,6 +97,12 @@ def check_policies(policy: _torch.MixedPrecisionPolicy, offload: OffloadPolicy) 
             f"offload_policy is an OffloadPolicy, got {offload!r}; pass CPUOffloadPolicy() to "
             "keep shards on the host"
         )
+    for each in getattr(policy, "uncast_inputs", ()):
+        if not isinstance(each, str) and not (isinstance(each, int) and each >= 0):
+            raise UsageError(
+                f"mp_policy: uncast_inputs holds names or positions of forward's arguments, "
+                f"counted from 0; got {each!r}"
+            )
     for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
         dtype = getattr(policy, field, None)
         if field == "param_dtype" and callable(dtype):

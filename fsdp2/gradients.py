@@ -266,7 +266,8 @@ class ReductionPlan:
             columns = [c.expand(owners, 1) if c.ndim == 0 else c for c in columns]
             columns.append(flags.expand(owners, -1))
             _torch.chunk_cat(columns, owners, out=packed[:owners])
-        if is_new or missing:  # what the other ranks get besides the flags they do not read
+        if is_new or missing:  # what the other ranks get besides the flags only a hook reads
+            packed[owners:, : gradients.packed_numel - len(flags)] = 0
             packed[owners:, gradients.packed_numel - len(flags) :] = flags
         return packed
 

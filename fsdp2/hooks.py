@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import _torch
+from fsdp2.calls import Call
 from fsdp2.checks import refuse_meta, refuse_offloaded_on_device, refuse_unjoined
 from fsdp2.find import Tie, is_container
 from fsdp2.guard import unguard_state_dict
@@ -28,14 +28,6 @@ from fsdp2.tracing import Trace
 Args = tuple[tuple[Any, ...], dict[str, Any]]
 
 _STATE = "_fsdp2_state"
-
-
-@dataclass
-class Call:
-    """One forward call of a module."""
-
-    passed_in: int = -1
-    """The last backward that has left the call."""
 
 
 class State(StageEnd):
@@ -90,7 +82,7 @@ class State(StageEnd):
             self._outer_exception = sys.exc_info()[1]
         args, kwargs = self._cast_inputs(module, args, kwargs)
         schedule.enter_forward(self.group, self.forward_prefetch)
-        call = Call()
+        call = Call(started=schedule.tick())
         self._calls.append(call)
         if torch.is_grad_enabled() and self.group.params:
             args, kwargs = self._hook_inputs(args, kwargs, call)
@@ -113,8 +105,14 @@ class State(StageEnd):
         if not uncast:
             return map_tensors(move, args), map_tensors(move, kwargs)
         positions, names = self._uncast_of(module, uncast)
-        moved = tuple(a if i in positions else map_tensors(move, a) for i, a in enumerate(args))
-        return moved, {k: v if k in names else map_tensors(move, v) for k, v in kwargs.items()}
+
+        def bring(tensor: Tensor) -> Tensor:
+            return tensor.to(device or tensor.device)
+
+        return (
+            tuple(map_tensors(bring if i in positions else move, a) for i, a in enumerate(args)),
+            {k: map_tensors(bring if k in names else move, v) for k, v in kwargs.items()},
+        )
 
     def _uncast_of(
         self, module: nn.Module, uncast: tuple[str | int, ...]
@@ -139,12 +137,12 @@ class State(StageEnd):
         schedule = self.schedule
         assert schedule is not None
         if schedule.phase is not Phase.BACKWARD:
-            self.group.step.open_calls += 1
+            self.group.step.calls.add(call)
 
         def passed(gradient: Tensor) -> None:
             if call.passed_in != schedule.backwards:  # a graph may be walked more than once
                 call.passed_in = schedule.backwards
-                schedule.passed(self.group)
+                schedule.passed(self.group, call)
 
         def alias(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
@@ -164,7 +162,8 @@ class State(StageEnd):
         schedule = self.schedule
         if schedule is None:
             return output
-        call = self._calls.pop() if self._calls else Call()
+        call = self._calls.pop() if self._calls else Call(started=schedule.tick())
+        call.ended = schedule.tick()
         needs_backward = torch.is_grad_enabled() and self._hook_outputs(output, call)
         self._not_called.discard(module)
         is_last_call = not self._not_called
@@ -184,10 +183,14 @@ class State(StageEnd):
         """Gather when the gradient of an output arrives. True if one can."""
         tensors = (output,) if isinstance(output, Tensor) else tensors_in(output)
         found = False
+
+        def pre_backward(gradient: Tensor) -> None:
+            self.pre_backward(call)
+
         for tensor in tensors:
             if tensor.requires_grad:
                 found = True
-                tensor.register_hook(self.pre_backward)
+                tensor.register_hook(pre_backward)
                 base = _torch.base_of(tensor)
                 if base is not None and base.grad_fn is not None:
                     self._hook_base(base, call)
@@ -200,7 +203,7 @@ class State(StageEnd):
             assert self.schedule is not None
             # A base from outside may be older than the call's own graph: then it is too late.
             if call.passed_in != self.schedule.backwards:
-                self.pre_backward(gradient)
+                self.pre_backward(call)
 
         base.register_hook(pre_backward)
 
@@ -216,9 +219,9 @@ class State(StageEnd):
 
     # Backward
 
-    def pre_backward(self, gradient: Tensor) -> None:
+    def pre_backward(self, call: Call) -> None:
         assert self.schedule is not None
-        self.schedule.enter_backward(self.group, self.backward_prefetch)
+        self.schedule.enter_backward(self.group, call, self.backward_prefetch)
 
     # By hand
 

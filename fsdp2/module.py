@@ -225,7 +225,8 @@ class FSDPModule(_torch.FSDPModule):
 
     def _use_custom(self, setter: str, **comms: Any) -> None:
         for comm in comms.values():
-            if not callable(comm) or not callable(getattr(comm, "allocate", None)):
+            has_allocate = callable(getattr(comm, "allocate", None))
+            if isinstance(comm, type) or not callable(comm) or not has_allocate:
                 raise TypeError(
                     f"{setter} expects an object with allocate() and __call__(), like "
                     f"fsdp2.AllGather and fsdp2.ReduceScatter; got {comm!r}"

@@ -17,7 +17,7 @@ parameters, and what it returns gives them to the shards.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from weakref import ref
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from fsdp2 import _torch
 from fsdp2.attributes import Attributes
 from fsdp2.buffers import Staging
+from fsdp2.calls import OpenCalls
 from fsdp2.custom import CustomComms
 from fsdp2.mesh import Axis, ShardMesh, part_group
 from fsdp2.policies import OffloadPolicy, Switches, input_dtype
@@ -53,7 +54,7 @@ class Step:
     """Forward calls of its modules under way."""
     ran: bool = False
     """A forward with gradients has used it: all ranks will reduce it."""
-    open_calls: int = 0
+    calls: OpenCalls = field(default_factory=OpenCalls)
     """Forward calls whose backward has not left the group's modules yet."""
     in_backward: bool = False
     """Its backward has begun and its full parameters were not freed since."""
@@ -65,7 +66,7 @@ class Step:
         self.in_backward = self.is_settled = False
         if is_last:
             self.ran = False
-            self.open_calls = 0
+            self.calls = OpenCalls()
 
 
 class ParamGroup:

@@ -219,17 +219,17 @@ class Portion:
         if self._full is None:
             return
         self._full.allocate()
-        if from_part:
-            assert self._part is not None
-            self._part.filling.copy_own()
-            self._part.shards.free()
-            if self._part.gather is not None:
-                self._gather = self._part.gather.start(channel)
+        part = self._part if from_part else None
+        if part is not None:
+            part.filling.copy_own()
+            part.shards.free()
+            if part.gather is not None:
+                self._gather = part.gather.start(channel)
         else:
             self._copy_own()
             if self._plan is not None:
                 self._gather = self._plan.start(channel)
-        self._filled_by = self._part.filling if from_part and self._part else self._filling
+        self._filled_by = self._filling if part is None else part.filling
         if streams.runs_ahead:
             self.complete()
 

@@ -21,6 +21,7 @@ from enum import Enum
 
 from fsdp2 import _torch
 from fsdp2.buffers import Staging
+from fsdp2.calls import Call
 from fsdp2.collectives import gather_values
 from fsdp2.order import Order, enclosing
 from fsdp2.param_group import GroupState, ParamGroup, Step
@@ -68,6 +69,9 @@ class Schedule:
         self._exchanging: list[tuple[ParamGroup, list[Reduction]]] = []
         self._adding: list[tuple[ParamGroup, list[Reduction]]] = []
         """Summed, and with the other replicas or on their way to the host."""
+        self._clock = 0
+        self._entered: dict[ParamGroup, int] = {}
+        """Groups that backward is in, with the start of the oldest call that it has reached."""
         self._recomputed: ParamGroup | None = None
         """The last group that activation checkpointing ran again, not freed yet."""
         self._left: list[ParamGroup] = []
@@ -81,6 +85,11 @@ class Schedule:
             group.on_gradients_complete = self.gradients_complete
 
     # Gather and free
+
+    def tick(self) -> int:
+        """Number the starts and ends of calls."""
+        self._clock += 1
+        return self._clock
 
     def _note(self, event: str, group: ParamGroup, detail: str = "") -> None:
         if self.trace is not None:
@@ -252,10 +261,14 @@ class Schedule:
 
     # Backward
 
-    def enter_backward(self, group: ParamGroup, explicit: list[ParamGroup] | None) -> None:
-        """The gradient of an output of the group has arrived."""
+    def enter_backward(
+        self, group: ParamGroup, call: Call, explicit: list[ParamGroup] | None
+    ) -> None:
+        """The gradient of an output of one call of the group has arrived."""
         if self.phase is not Phase.BACKWARD:
             self._begin_backward()
+        self._leave_newer(call.ended, group)
+        self._entered[group] = min(call.started, self._entered.get(group, call.started))
         if group.step.in_backward:
             return
         if self._recomputed is not group:
@@ -280,13 +293,29 @@ class Schedule:
         last_pass = self.backward_order.used
         self.backward_order.begin(last_pass or self._left[::-1])
 
-    def passed(self, group: ParamGroup) -> None:
+    def passed(self, group: ParamGroup, call: Call) -> None:
         """Backward has left one call of the group's modules."""
-        step = group.step
-        step.open_calls -= 1
-        if step.open_calls > 0:
-            return
-        if not step.is_settled:
+        self._leave_newer(call.started, group)
+        group.step.calls.pass_newer(call.started)
+        if not group.step.calls:
+            self._leave(group)
+
+    def _leave_newer(self, stamp: int, reached: ParamGroup) -> None:
+        """Backward reached what was made at ``stamp``: later calls of other groups are over.
+
+        Groups whose inputs need no gradients have no other end before that of backward, and
+        ranks that wait for this one's share of their reduction would wait for it too long.
+        """
+        for group, started in list(self._entered.items()):
+            if group is not reached and started >= stamp:
+                group.step.calls.pass_newer(stamp)
+                if not group.step.calls:
+                    self._leave(group)
+
+    def _leave(self, group: ParamGroup) -> None:
+        """Backward has left all calls of the group's modules."""
+        self._entered.pop(group, None)
+        if not group.step.is_settled:
             self._settle(group)
         if group.switches.reshard_after_backward:
             self._free_unless_running(group)
@@ -350,10 +379,12 @@ class Schedule:
     def end_backward(self) -> None:
         """Called by autograd when it has no more to do."""
         if self._is_checking_backward:
+            self._settle_shared()
             self._check_same_order(len(self.groups))
             self._is_checking_backward = False
         for group in self.groups:
             self._settle(group)
+        self._entered.clear()
         if self.is_last_backward:
             self._finish_all()
         self._recomputed = None
@@ -362,6 +393,18 @@ class Schedule:
                 self._free_unless_running(group)
             group.step.end_backward(self.is_last_backward)
         self.phase = self._phase_around
+
+    def _settle_shared(self) -> None:
+        """Before ranks compare where they are, give what another may be waiting for.
+
+        A rank that enters a group which is not full compares first, so of such groups only
+        those that this rank entered too can be waited for. Nothing is waited for here.
+        """
+        held, self.max_exchanges = self.max_exchanges, len(self.groups) + self.max_exchanges
+        for group in self.groups:
+            if group in self._entered or group.state is GroupState.FULL:
+                self._settle(group)
+        self.max_exchanges = held
 
     def _settle(self, group: ParamGroup) -> None:
         """Hand in the gradients of a group whose parameters were not all used.
@@ -396,4 +439,5 @@ class Schedule:
             group.drop_gradients()
             group.step = Step()
         self._in_flight.clear()
+        self._entered.clear()
         self.phase = Phase.IDLE

@@ -35,6 +35,7 @@ ROOMS = [
     "order",
     "param_group",
     "portion",
+    "calls",
     "gradients",
     "reduction",
     "placing",
