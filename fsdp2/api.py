@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, overload
@@ -33,7 +32,6 @@ from fsdp2.param_group import ParamGroup
 from fsdp2.placing import PlacementFn, Placing
 from fsdp2.policies import CPUOffloadPolicy, OffloadPolicy, Switches
 from fsdp2.replicas import broadcast_first_replica
-from fsdp2.sharded_param import ShardedParam
 from fsdp2.streams import SharedStreams
 from fsdp2.ties import find_joins, join_ties
 from fsdp2.tracing import Trace
@@ -143,7 +141,6 @@ def fully_shard(
     group = ParamGroup(modules, found.params, owned, mp_policy, offload_policy, switches, part_size)
     joining = find_joins(group, found.ties, inner)
     # From here on nothing is refused any more.
-    _warn_without_masters(found.params, mp_policy)
     for param in found.params:
         param.register()
     _cast_buffers(modules, taken, getattr(mp_policy, "buffer_dtype", None))
@@ -178,20 +175,6 @@ def _move_to_device(
                         continue
                     if tensor.device != mesh.device and tensor.device.type != "meta":
                         tensor.data = tensor.data.to(mesh.device)
-
-
-def _warn_without_masters(params: list[ShardedParam], policy: _torch.MixedPrecisionPolicy) -> None:
-    """Mixed precision keeps shards in float32; a checkpoint loaded in bfloat16 has none."""
-    dtype = policy.param_dtype
-    trained = [p for p in params if p.dtype == dtype and p.shard.requires_grad]
-    if dtype in (torch.bfloat16, torch.float16) and trained:
-        warnings.warn(
-            f"parameter '{trained[0].name}' is stored in {dtype}, the dtype that the mixed "
-            "precision policy computes in: its shards and optimizer state are no more precise, "
-            "and small updates are lost. Call model.float() before fully_shard to train float32 "
-            "shards, or pass no param_dtype",
-            stacklevel=3,
-        )
 
 
 def _cast_buffers(

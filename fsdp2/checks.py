@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+
+import torch
+
 from fsdp2.errors import UsageError
 from fsdp2.find import Tie
 from fsdp2.param_group import ParamGroup
@@ -47,3 +51,21 @@ def refuse_offloaded_on_device(groups: list[ParamGroup]) -> None:
             f"Found following parameters on non-CPU device: {found}\n"
             "Load or materialise them there: model.to_empty(device='cpu')"
         )
+
+
+def warn_without_masters(groups: list[ParamGroup]) -> None:
+    """Mixed precision keeps shards in float32; a checkpoint loaded in bfloat16 has none."""
+    for group in groups:
+        dtype = group.policy.param_dtype
+        if dtype not in (torch.bfloat16, torch.float16):
+            continue
+        for param in group.params:
+            if param.shard.requires_grad and param.shard.dtype == dtype:
+                warnings.warn(
+                    f"parameter '{param.name}' is stored in {dtype}, the dtype that the mixed "
+                    "precision policy computes in: its shards and optimizer state are no more "
+                    "precise, and small updates are lost. Call model.float() before fully_shard "
+                    "to train float32 shards, or pass no param_dtype",
+                    stacklevel=2,
+                )
+                return

@@ -102,7 +102,7 @@ def explain(model: nn.Module) -> Explanation:
     """Report every group below ``model``: layout, dtypes, paths with their reasons.
 
     Before the first forward the root is not known: it then reads "freed after forward",
-    and names are the modules' types.
+    and its name is its type.
 
     Raises:
         UsageError: Nothing below ``model`` is sharded.

@@ -12,7 +12,12 @@ from torch import Tensor, nn
 
 from fsdp2 import _torch
 from fsdp2.calls import Call
-from fsdp2.checks import refuse_meta, refuse_offloaded_on_device, refuse_unjoined
+from fsdp2.checks import (
+    refuse_meta,
+    refuse_offloaded_on_device,
+    refuse_unjoined,
+    warn_without_masters,
+)
 from fsdp2.find import Tie, is_container
 from fsdp2.guard import unguard_state_dict
 from fsdp2.late_ties import join_late_ties
@@ -261,7 +266,8 @@ class State(StageEnd):
         self.group.switches.max_exchanges = count
         if self.schedule is not None:
             groups = self.schedule.groups
-            self.schedule.max_exchanges = max(g.switches.max_exchanges for g in groups)
+            largest = max(group.switches.max_exchanges for group in groups)
+            self.schedule.reductions.max_exchanges = largest
 
     def set_optimizer_done(self, event: torch.Event) -> None:
         self._optimizer_done = event
@@ -330,6 +336,7 @@ def start_root(state: State) -> Schedule:
     for group in groups:
         group.refresh()
     refuse_offloaded_on_device(groups)
+    warn_without_masters(groups)
     check_replicas(groups)
     shared = state.shared_streams or SharedStreams()
     device = state.group.mesh.device

@@ -16,20 +16,17 @@ time and nothing else.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from enum import Enum
 
 from fsdp2 import _torch
-from fsdp2.buffers import Staging
 from fsdp2.calls import Call
 from fsdp2.collectives import gather_values
 from fsdp2.order import Order, enclosing
 from fsdp2.param_group import GroupState, ParamGroup, Step
-from fsdp2.reduction import Reduction
 from fsdp2.streams import Streams
-from fsdp2.tracing import Trace
-
-_NO_TRACE = nullcontext()
+from fsdp2.tracing import Trace, waiting
+from fsdp2.under_way import UnderWay
 
 DEFAULT_LIMIT = 2
 """One group computing, one arriving."""
@@ -63,12 +60,7 @@ class Schedule:
         self.backward_order = Order()
         self._in_flight: list[ParamGroup] = []
         """Groups that are freed behind use, oldest gather first; kept ones do not count."""
-        self._staging = Staging()
-        self.max_exchanges = max(group.switches.max_exchanges for group in groups)
-        """Reductions whose full gradients may be held at once."""
-        self._exchanging: list[tuple[ParamGroup, list[Reduction]]] = []
-        self._adding: list[tuple[ParamGroup, list[Reduction]]] = []
-        """Summed, and with the other replicas or on their way to the host."""
+        self.reductions = UnderWay(max(group.switches.max_exchanges for group in groups))
         self._clock = 0
         self._entered: dict[ParamGroup, int] = {}
         """Groups that backward is in, with the start of the oldest call that it has reached."""
@@ -337,44 +329,11 @@ class Schedule:
             group.keep_gradients()
 
     def _start_reduce(self, group: ParamGroup) -> None:
-        """Issue this reduction, then sum those before it while the bytes of this one travel.
-
-        ``max_exchanges`` stay under way, since each holds its group's full gradients. Where
-        there are replicas, one more group adds up theirs meanwhile.
-        """
         self._note("reduce", group)
-        started = group.start_reduce(self.streams, self._staging)
-        self._exchanging.append((group, started))
-        while len(self._exchanging) > self.max_exchanges:
-            self._sum(*self._exchanging.pop(0))
-
-    def _sum(self, group: ParamGroup, reductions: list[Reduction]) -> None:
-        """Make the sums of one group; finish those of the group before it."""
-        earlier, self._adding = self._adding, []
-        if any(reduction.has_second_stage for reduction in reductions):
-            with self._waiting("summed", group):
-                for reduction in reductions:
-                    reduction.advance()
-            self._adding.append((group, reductions))
-        else:
-            earlier.append((group, reductions))
-        self._finish(earlier)
-
-    def _finish(self, started: list[tuple[ParamGroup, list[Reduction]]]) -> None:
-        for group, reductions in started:
-            with self._waiting("reduced", group):
-                for reduction in reductions:
-                    reduction.finish()
-
-    def _finish_all(self) -> None:
-        while self._exchanging:
-            self._sum(*self._exchanging.pop(0))
-        earlier, self._adding = self._adding, []
-        self._finish(earlier)
+        self.reductions.start(group, self.streams, self.trace)
 
     def _waiting(self, event: str, group: ParamGroup) -> AbstractContextManager[object]:
-        trace = self.trace
-        return _NO_TRACE if trace is None else trace.waiting(event, group.name)
+        return waiting(self.trace, event, group.name)
 
     def end_backward(self) -> None:
         """Called by autograd when it has no more to do."""
@@ -386,7 +345,7 @@ class Schedule:
             self._settle(group)
         self._entered.clear()
         if self.is_last_backward:
-            self._finish_all()
+            self.reductions.finish(self.trace)
         self._recomputed = None
         for group in self.groups:
             if group.switches.reshard_after_backward and group.state is not GroupState.SHARDED:
@@ -400,11 +359,10 @@ class Schedule:
         A rank that enters a group which is not full compares first, so of such groups only
         those that this rank entered too can be waited for. Nothing is waited for here.
         """
-        held, self.max_exchanges = self.max_exchanges, len(self.groups) + self.max_exchanges
-        for group in self.groups:
-            if group in self._entered or group.state is GroupState.FULL:
-                self._settle(group)
-        self.max_exchanges = held
+        with self.reductions.unlimited():
+            for group in self.groups:
+                if group in self._entered or group.state is GroupState.FULL:
+                    self._settle(group)
 
     def _settle(self, group: ParamGroup) -> None:
         """Hand in the gradients of a group whose parameters were not all used.
@@ -427,11 +385,7 @@ class Schedule:
 
     def reset(self) -> None:
         """Forget an iteration that raised, with its gradients that were not reduced yet."""
-        for _, reductions in [*self._adding, *self._exchanging]:
-            for reduction in reductions:
-                reduction.drop()
-        self._adding.clear()
-        self._exchanging.clear()
+        self.reductions.drop()
         self._recomputed = None
         for group in self.groups:
             group.attributes.hide()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -13,7 +13,8 @@ class Event:
     """One thing that happened to one group."""
 
     name: str
-    """``gather``, ``wait``, ``forward``, ``free``, ``backward``, ``reduce`` or ``reduced``."""
+    """``gather``, ``wait``, ``forward``, ``free``, ``keep part``, ``backward``, ``reduce``,
+    ``summed`` or ``reduced``."""
     group: str
     detail: str
     at: float
@@ -54,3 +55,11 @@ class Trace:
 
     def __str__(self) -> str:
         return "\n".join(str(event) for event in self.events)
+
+
+_NO_TRACE = nullcontext()
+
+
+def waiting(trace: Trace | None, name: str, group: str) -> AbstractContextManager[object]:
+    """The scope of a wait; nothing without a trace."""
+    return _NO_TRACE if trace is None else trace.waiting(name, group)

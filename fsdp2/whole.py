@@ -64,7 +64,7 @@ def full_parameters(
 
     Usage::
 
-        with fsdp2.full_parameters(model, write_back=True):
+        with fsdp2.full_parameters(model, write_back=True), torch.no_grad():
             model.head.weight[0].zero_()
     """
     states = _states(model, recurse, "full_parameters")

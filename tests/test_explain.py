@@ -91,7 +91,7 @@ body: 2 parameters over 3 ranks, freed after forward
             headings,
             """\
 Mixed: 3 parameters over 2 ranks, freed after forward
-Linear: 2 parameters over 2 ranks, freed after forward""",
+body: 2 parameters over 2 ranks, freed after forward""",
         )
 
     def test_one_rank(self) -> None:

@@ -32,6 +32,7 @@ ROOMS = [
     "replicas",
     "late_ties",
     "schedule",
+    "under_way",
     "order",
     "param_group",
     "portion",
