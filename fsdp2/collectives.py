@@ -370,7 +370,7 @@ def gather_values(
     """
     found = torch.tensor(values, dtype=torch.int64, device=device)
     for group in groups:
-        everyone = torch.empty(group.size() * len(found), dtype=torch.int64, device=device)
+        everyone = found.repeat(group.size())
         _torch.all_gather_into(group, everyone, found).wait()
         found = everyone
     return found.tolist()

@@ -245,9 +245,10 @@ def test_storage_dtypes_with_replicas(ranks: Ranks, shape: tuple[int, int]) -> N
 @pytest.mark.parametrize("reduced", [FP32, None])
 def test_storage_dtypes_under_one_policy(ranks: Ranks, reduced: torch.dtype | None) -> None:
     """A bf16 policy over bf16 and fp32 storage computes alike in both, and warns of the former."""
+    model: Any = fully_shard(TwoDtypes(), mp_policy=MixedPrecisionPolicy(BF16, reduced))
     with pytest.warns(UserWarning, match="'weight' is stored in torch.bfloat16"):
-        model: Any = fully_shard(TwoDtypes(), mp_policy=MixedPrecisionPolicy(BF16, reduced))
-    model(torch.ones(2, 3)).sum().backward()
+        output = model(torch.ones(2, 3))
+    output.sum().backward()
     assert (model.weight.dtype, model.bias.dtype) == (BF16, FP32)
     assert (model.weight.grad.dtype, model.bias.grad.dtype) == (BF16, FP32)
     assert_same(model.bias.grad, torch.full((5,), 2.0))
