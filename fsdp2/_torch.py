@@ -154,6 +154,11 @@ def leave_state(module: nn.Module, state: object) -> None:
     states[cast(Any, _their_fully_shard).__wrapped__] = state
 
 
+def is_transforming() -> bool:
+    """Whether a ``torch.func`` transform runs this code. Private; since 2.0."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def outside_transforms() -> AbstractContextManager[object]:
     """Tensors made inside are plain ones, also under ``torch.func``. Private; since 2.0."""
     return torch._C._DisableFuncTorch()

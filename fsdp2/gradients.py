@@ -89,7 +89,8 @@ class ReductionPlan:
         index = column.slot.index
         shape = column.slot.rows.local_shape(self._mesh.rank)
         stride = torch.empty(shape, device="meta").stride()
-        return GradientView(index, self._params[index], shape, stride, column.offset)
+        dim = column.slot.dim
+        return GradientView(index, self._params[index], shape, stride, column.offset, dim)
 
     # Prepare
 
@@ -225,8 +226,8 @@ class ReductionPlan:
                 shape = view.param.rows.shape
                 gradient = torch.zeros(shape, dtype=wire, device=self._mesh.device)
             else:
-                if view.param.dim:
-                    gradient = gradient.movedim(view.param.dim, 0)
+                if view.dim:
+                    gradient = gradient.movedim(view.dim, 0)
                 if gradient.dtype is not wire or not gradient.is_contiguous():
                     gradient = gradient.to(wire).contiguous()
             full[view.index] = gradient

@@ -138,6 +138,11 @@ class ParamGroup:
     def _lay_out(self) -> None:
         for portion in self.portions:
             portion.lay_out()
+        self._note_layout()
+
+    def _note_layout(self) -> None:
+        self.aliases_shards = all(portion.aliases_shards for portion in self.portions)
+        """Whether the full parameters take no memory beside the shards."""
         self.input_dtype = input_dtype(self.policy, self._elements())
         """What floating-point inputs are cast to."""
 
@@ -179,11 +184,7 @@ class ParamGroup:
         self.custom = custom
         for portion in self.portions:
             portion.use(custom)
-
-    @property
-    def aliases_shards(self) -> bool:
-        """Whether the full parameters take no memory beside the shards."""
-        return all(portion.aliases_shards for portion in self.portions)
+        self._note_layout()
 
     @property
     def full_nbytes(self) -> int:
@@ -241,7 +242,14 @@ class ParamGroup:
         self.follow_trainable()
         if self.aliases_shards:
             return
-        with streams.gathering(), _torch.outside_transforms():
+        if _torch.is_transforming():
+            with _torch.outside_transforms():
+                self._fill(streams, from_part)
+        else:
+            self._fill(streams, from_part)
+
+    def _fill(self, streams: Streams, from_part: bool) -> None:
+        with streams.gathering():
             for portion in self.portions:
                 portion.start_gather(streams, self.channel, from_part)
             if streams.runs_ahead:

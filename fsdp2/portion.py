@@ -127,6 +127,8 @@ class Portion:
         specs = [self._spec(param) for param in self.params]
         part_size = self.part_axis.size if self.part_axis else None
         self.layout: GroupLayout = plan_group(specs, self.mesh.world_size, self._path_of, part_size)
+        self.aliases_shards = self._aliases_shards()
+        """With unsplit shards and no cast the full parameters are the shards."""
         device = self._shard_device()
         is_pinned = device.type == "cpu" and self._pins
         with torch.inference_mode(False):
@@ -158,9 +160,7 @@ class Portion:
         sections = enumerate(self.layout.sections)
         return [(index, section, slot) for index, section in sections for slot in section.slots]
 
-    @property
-    def aliases_shards(self) -> bool:
-        """With unsplit shards and no cast the full parameters are the shards."""
+    def _aliases_shards(self) -> bool:
         is_cast = any(s.storage != s.compute for s in self.layout.sections)
         return self.transport is None and not is_cast and not self.is_offloaded
 

@@ -54,11 +54,13 @@ class GradientView:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    dim: int
+    """The dimension that is split; the buffer has it in front."""
 
     def of(self, buffer: Tensor) -> Tensor:
         """In the order of the parameter's own dimensions."""
         view = torch.as_strided(buffer, self.shape, self.stride, self.offset)
-        return view.movedim(0, self.param.dim) if self.param.dim else view
+        return view.movedim(0, self.dim) if self.dim else view
 
 
 class SectionPlan(NamedTuple):
@@ -246,6 +248,9 @@ class ExchangedReduction:
 
     @torch.no_grad()
     def advance(self) -> None:
+        self._advance()
+
+    def _advance(self) -> None:
         if not self._streams.runs_ahead and self._pending is not None:
             self._sum()
             self._add_replicas()
@@ -263,7 +268,7 @@ class ExchangedReduction:
     @torch.no_grad()
     def finish(self) -> None:
         """Wait, and hand the gradients to the shards."""
-        self.advance()
+        self._advance()
         if not self._streams.runs_ahead:
             self._results = self._complete()
         self._streams.compute_waits(self._reduced)
@@ -282,7 +287,10 @@ class ExchangedReduction:
         unused = self._unused(section) if section.missing else ()
         for view in section.plan.views:
             if view.index not in unused:
-                view.param.set_gradient(view.of(result).contiguous())
+                local = torch.as_strided(result, view.shape, view.stride, view.offset)
+                if view.dim:
+                    local = local.movedim(0, view.dim).contiguous()
+                view.param.set_gradient(local)
 
     @torch.no_grad()
     def drop(self) -> None:
