@@ -113,6 +113,10 @@ def local_of(tensor: Tensor) -> Tensor:
     return cast(Tensor, tensor._local_tensor)  # type: ignore[attr-defined]
 
 
+def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor._local_tensor for tensor in tensors]  # type: ignore[attr-defined]
+
+
 def set_local(tensor: Tensor, local: Tensor) -> None:
     """Make ``local`` the shard of an existing DTensor, which keeps its identity. Since 2.0."""
     tensor._local_tensor = local  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ the shards whatever is gathered. An attribute in the module's ``__dict__`` hides
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -40,15 +41,20 @@ class Attributes:
             for param in params
             for place in param.places
         ]
+        self._places = [(entry.table, entry.name) for entry in self._entries]
+        self.remember()
 
     def are_ours(self) -> bool:
         """Whether every place holds the shard that we put there, over our own rows."""
-        for table, _, name, param in self._entries:
-            if table.get(name) is not param.shard:
-                return False
-            if _torch.local_of(param.shard) is not param.local:
-                return False
-        return True
+        found = [table.get(name) for table, name in self._places]
+        if not all(map(is_, found, self._shards)):
+            return False
+        return all(map(is_, _torch.locals_of(self._shards), self._locals))
+
+    def remember(self) -> None:
+        """What every place holds now is ours."""
+        self._shards = [entry.param.shard for entry in self._entries]
+        self._locals = [entry.param.local for entry in self._entries]
 
     def attach(self) -> None:
         """The full parameters can be read: they become the attributes."""

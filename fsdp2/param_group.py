@@ -141,6 +141,7 @@ class ParamGroup:
         self._note_layout()
 
     def _note_layout(self) -> None:
+        self.attributes.remember()
         self.aliases_shards = all(portion.aliases_shards for portion in self.portions)
         """Whether the full parameters take no memory beside the shards."""
         self.input_dtype = input_dtype(self.policy, self._elements())
