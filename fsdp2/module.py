@@ -188,8 +188,9 @@ class FSDPModule(_torch.FSDPModule):
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """How many groups' full gradients reductions may hold at once. Default 1.
+        """How many reductions stay under way, each with its group's full gradients. Default 1.
 
+        One more is there for a moment, when the next is issued before the oldest is summed.
         The largest number below a root is the root's.
         """
         if not isinstance(max_input_buffers, int) or isinstance(max_input_buffers, bool):
@@ -207,8 +208,7 @@ class FSDPModule(_torch.FSDPModule):
         Collective: call it on all ranks alike, between steps.
         """
         for state in self._states(recurse):
-            for portion in state.group.portions:
-                portion.separate_reductions(enable)
+            state.group.separate_reductions(enable)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Nothing to force: gradients are always summed by communication and divided after."""

@@ -112,6 +112,7 @@ class ParamGroup:
         self._arrived: torch.Event | None = None
         self._versions: list[int] = []
         self.custom = CustomComms()
+        self._reduces_apart = False
         self._deal(params)
 
     def _deal(self, params: list[ShardedParam]) -> None:
@@ -120,9 +121,10 @@ class ParamGroup:
         for param in params:
             meshes.setdefault(param.mesh, []).append(param)
         self.portions = [
-            Portion(members, mesh, self.policy, self.offload, self._part_axis(mesh))
+            Portion(members, mesh, self.policy, self.offload, self._part_axis(mesh), self.custom)
             for mesh, members in (meshes or {self.mesh: []}).items()
         ]
+        self.separate_reductions(self._reduces_apart)
         self.params = [param for portion in self.portions for param in portion.params]
         self.attributes = Attributes(self.params)
         self._lay_out()
@@ -186,6 +188,12 @@ class ParamGroup:
         for portion in self.portions:
             portion.use(custom)
         self._note_layout()
+
+    def separate_reductions(self, is_separate: bool) -> None:
+        """Reduce over process groups of their own."""
+        self._reduces_apart = is_separate
+        for portion in self.portions:
+            portion.separate_reductions(is_separate)
 
     @property
     def full_nbytes(self) -> int:

@@ -53,13 +53,14 @@ class Portion:
         policy: _torch.MixedPrecisionPolicy,
         offload: OffloadPolicy,
         part: Axis | None,
+        custom: CustomComms,
     ) -> None:
         self.params = params
         self.mesh = mesh
         self.policy = policy
         self.part_axis = part
         self._offload = offload
-        self._custom = CustomComms()
+        self._custom = custom
         self._reduces_apart = False
         self.transport: Transport | None = self._choose_transport()
         self.replicas = Replicas(mesh.replicas.group) if mesh.replicas.group is not None else None
