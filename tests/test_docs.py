@@ -44,22 +44,26 @@ def run_on_two_ranks(code: str, folder: Path) -> str:
     return done.stdout
 
 
+# A gloo thread may outlive the last collective by a moment, and must not meet the exit.
+LEAVE = """
+import time
+time.sleep(0.3)
+"""
+
+
 def test_readme_ten_lines_train(tmp_path: Path) -> None:
     """README's first example trains on two ranks."""
     ten_lines = snippets("README.md")[0]
-    # A gloo thread may outlive the last collective by a moment, and must not meet the exit.
     shown = """
-import time
-time.sleep(0.3)
 print(f"stepped {optimizer.state_dict()['state'][0]['step']:.0f}")
 """
-    out = run_on_two_ranks(ten_lines + shown, tmp_path)
+    out = run_on_two_ranks(ten_lines + LEAVE + shown, tmp_path)
     assert out.count("stepped 1") == 2
 
 
 def test_readme_inspection_prints(tmp_path: Path) -> None:
     """README's second example prints the layout and the events of a step."""
-    out = run_on_two_ranks(PREAMBLE + snippets("README.md")[1], tmp_path)
+    out = run_on_two_ranks(PREAMBLE + snippets("README.md")[1] + LEAVE, tmp_path)
     assert "0: 2 parameters over 2 ranks" in out
     assert re.search(r"^reduce +1$", out, re.MULTILINE)
 
