@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -21,5 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
-def pytest_unconfigure() -> None:
+@pytest.fixture(scope="module", autouse=True)
+def fresh_pools() -> Iterator[None]:
+    """Every file has ranks of its own: the threads of its process groups end with it."""
+    yield
     close_pools()

@@ -1,4 +1,4 @@
-"""Run a test's body on several gloo ranks, in worker processes that live for the whole session.
+"""Run a test's body on several gloo ranks, in worker processes that live for a file of tests.
 
     from harness import Ranks, distributed, run
 
@@ -14,8 +14,9 @@
             self.assertExpectedInline(run(trace_of_one_step, 2)[0], \"\"\"...\"\"\")
 
 A body is a function at the top level of its module: workers import it by name. Its arguments and
-its result travel by pickle. Each world size has its own pool, started when first needed and
-replaced after a failure, so a process group never changes under the objects that cached it.
+its result travel by pickle. Each world size has its own pool for each test file, started when
+first needed and replaced after a failure: a process group never changes under the objects that
+cached it.
 """
 
 from __future__ import annotations
