@@ -49,7 +49,6 @@ class ReductionPlan:
         self._policy = policy
         self._transport = transport
         self._replicas = replicas
-        self.trainable = trainable
         self.sections = [
             self._plan_section(section, trainable)
             for section in layout.sections

@@ -237,7 +237,8 @@ class State(StageEnd):
                 self.schedule.start_gather(group, "by hand")
             else:
                 refuse_meta([self.group])
-                self._early_streams = SharedStreams().of(group.mesh.device)
+                shared = self.shared_streams or SharedStreams()
+                self._early_streams = shared.of(group.mesh.device)
                 group.start_gather(self._early_streams)
 
     def wait_for_unshard(self) -> None:

@@ -1,7 +1,7 @@
 """Libraries that call PyTorch's ``fully_shard`` use this one, unchanged.
 
 accelerate, transformers, Lightning, torchtitan and others import ``fully_shard`` from
-``torch.distributed.fsdp`` or from ``torch.distributed._composable.fsdp``, some when they are
+``torch.distributed.fsdp`` or from an older path that re-exports it, some when they are
 imported and some in the function that shards. :func:`use_in_torch` exchanges the functions
 wherever a loaded module has them as an attribute; a module that is loaded later finds them
 exchanged in ``torch.distributed.fsdp``.
@@ -24,7 +24,6 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.api import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from fsdp2.errors import UsageError
 from fsdp2.module import FSDPModule
 
 __all__ = ["InTorch", "use_in_torch"]
@@ -118,8 +117,6 @@ def _stand_ins() -> tuple[tuple[Function, Function], ...]:
 def _fully_shard_for(theirs: Any) -> Function:
     @functools.wraps(fully_shard)
     def stand_in(module: Any, *args: Any, **kwargs: Any) -> Any:
-        for top in module if isinstance(module, (list, tuple)) else [module]:
-            _refuse_mixture(top)
         return fully_shard(module, *args, **kwargs)
 
     def state(module: nn.Module) -> Any:
@@ -154,16 +151,3 @@ def _share_for(theirs: Function) -> Function:
 def _is_theirs(module: object) -> bool:
     """Whether PyTorch's ``fully_shard`` was applied to the module itself."""
     return isinstance(module, _torch.FSDPModule) and not isinstance(module, FSDPModule)
-
-
-def _refuse_mixture(top: nn.Module) -> None:
-    """Two implementations in one model would each wait for the other's parameters."""
-    if not isinstance(top, nn.Module):
-        return
-    for name, module in top.named_modules():
-        if _is_theirs(module):
-            raise UsageError(
-                f"module '{name or type(module).__name__}' was sharded by PyTorch's fully_shard "
-                f"and '{type(top).__name__}' around it would be by fsdp2's; call use_in_torch() "
-                "before the first module of a model is sharded"
-            )

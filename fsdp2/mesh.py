@@ -47,7 +47,6 @@ class ShardMesh:
     shard_dim: int | None
     """The dimension of ``mesh`` that splits; None where nothing is split."""
     device: torch.device
-    replicate_dims: tuple[int, ...] = ()
     spmd: DeviceMesh | None = None
     """The user's whole mesh where ``dp_mesh_dims`` names its data-parallel dimensions."""
     data_names: tuple[str, ...] = ()
@@ -97,7 +96,7 @@ def shard_mesh(mesh: DeviceMesh | None) -> ShardMesh:
         )
     _question_names(mesh, *mesh.mesh_dim_names)
     replicas, shard = Axis.of(mesh.get_group(0)), Axis.of(mesh.get_group(1))
-    return ShardMesh(mesh, shard, replicas, 1, device, (0,))
+    return ShardMesh(mesh, shard, replicas, 1, device)
 
 
 def _question_names(mesh: DeviceMesh, first: str, second: str) -> None:
@@ -190,7 +189,6 @@ def _flattened(mesh: DeviceMesh, split: tuple[str, ...], repeat: tuple[str, ...]
         replicas,
         names.index(joined) if split else None,
         device,
-        tuple(names.index(name) for name in repeat),
         spmd,
         (*split, *repeat),
     )
@@ -209,7 +207,6 @@ def mesh_from_info(info: Any) -> ShardMesh:
         _ALONE if repeat is None else Axis.of(mesh.get_group(repeat)),
         split,
         mesh_device(mesh),
-        () if repeat is None else (repeat,),
     )
 
 

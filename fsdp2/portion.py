@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from fsdp2 import _torch
 from fsdp2.buffers import Filling, FullBuffer, ShardBuffer, Staging, own_storage
@@ -81,10 +82,13 @@ class Portion:
         if group is None:
             return None
         transport = self._transport_over(Axis.of(group))
-        if self._reduces_apart:
-            ranks = tuple(torch.distributed.get_process_group_ranks(group))
-            transport.reduce_over(group_of(ranks, "reductions"))
+        transport.reduce_over(self._reduction_group(group))
         return transport
+
+    def _reduction_group(self, group: ProcessGroup) -> ProcessGroup:
+        if not self._reduces_apart:
+            return group
+        return group_of(tuple(get_process_group_ranks(group)), "reductions")
 
     def _transport_over(self, axis: Axis) -> Transport:
         assert axis.group is not None
@@ -99,13 +103,10 @@ class Portion:
 
     def separate_reductions(self, is_separate: bool) -> None:
         """Reduce over a process group of their own, so that gathers do not wait behind them."""
-        group = self.mesh.shard.group
-        if self.transport is None or group is None:
-            return
         self._reduces_apart = is_separate
-        if is_separate:
-            group = group_of(tuple(torch.distributed.get_process_group_ranks(group)), "reductions")
-        self.transport.reduce_over(group)
+        group = self.mesh.shard.group
+        if self.transport is not None and group is not None:
+            self.transport.reduce_over(self._reduction_group(group))
 
     @property
     def is_offloaded(self) -> bool:

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2 import _torch
 from fsdp2.collectives import gather_values
 from fsdp2.param_group import ParamGroup
 from fsdp2.portion import Portion
@@ -40,11 +39,11 @@ def _compare(portion: Portion, params: list[ShardedParam]) -> None:
     mesh = portion.mesh
     assert mesh.replicas.group is not None
     device = mesh.device
-    sums = torch.stack([checksum(param.local) for param in params]).to(device)
-    everyone = torch.empty(mesh.replicas.size * len(params), dtype=torch.int64, device=device)
-    _torch.all_gather_into(mesh.replicas.group, everyone, sums).wait()
-    differs = (everyone.view(mesh.replicas.size, -1) != sums).any(dim=0).nonzero()
-    first = int(differs[0]) if len(differs) else len(params)
+    sums = torch.stack([checksum(param.local) for param in params]).tolist()
+    everyone = gather_values(sums, [mesh.replicas.group], device)
+    count = len(params)
+    differs = (i for i in range(count) if len(set(everyone[i::count])) > 1)
+    first = next(differs, count)
     if mesh.shard.group is not None:
         # Rows that differ may be on other ranks of the shard mesh.
         first = min(gather_values([first], [mesh.shard.group], device))

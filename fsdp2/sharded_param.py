@@ -95,10 +95,6 @@ class ShardedParam:
         """Of the full parameter on this rank: its own part, where others have cut it already."""
         return _restored(self.rows.shape, self.dim)
 
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return _restored(self.rows.local_shape(self.rank), self.dim)
-
     def _spec_of_shard(self, shape: tuple[int, ...]) -> _torch.DTensorSpec:
         dim = None if self.rows.is_scalar else self.dim
         mesh, placements = self.mesh.mesh, self.mesh.placements(dim)
