@@ -16,6 +16,7 @@ from fsdp2.find import is_container
 from fsdp2.hooks import state_of
 from fsdp2.mesh import ShardMesh, named_mesh, shard_mesh
 from fsdp2.policies import OffloadPolicy
+from fsdp2.quantising import WIRE_DTYPES
 
 
 def check_modules(modules: list[nn.Module]) -> None:
@@ -102,6 +103,13 @@ def check_policies(policy: _torch.MixedPrecisionPolicy, offload: OffloadPolicy) 
             raise UsageError(
                 f"mp_policy: uncast_inputs holds names or positions of forward's arguments, "
                 f"counted from 0; got {each!r}"
+            )
+    for field in ("all_gather_dtype", "exchange_dtype"):
+        dtype = getattr(policy, field, None)
+        if dtype is not None and dtype not in WIRE_DTYPES:
+            raise UsageError(
+                f"mp_policy: {field} is one of {', '.join(map(str, WIRE_DTYPES))} or None, "
+                f"got {dtype!r}; param_dtype and reduce_dtype take wider ones"
             )
     for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
         dtype = getattr(policy, field, None)

@@ -137,11 +137,14 @@ class Custom:
     name = "custom"
     pack_below_nbytes = sys.maxsize
     prefers_grouping = "a custom collective takes one flat tensor"
+    codes_gradients = False
 
     def __init__(self, inner: Transport, group: dist.ProcessGroup, comms: CustomComms) -> None:
         self._inner = inner
         self._group = group
         self._reduce_group = group
+        self.rank = inner.rank
+        self.world_size = inner.world_size
         self._comms = comms
 
     def plan_gather(self, blocks: Sequence[Tensor]) -> GatherPlan:
@@ -158,6 +161,9 @@ class Custom:
         if self._comms.reduce_scatter is None:
             return self._inner.describe_reduction(wire, reduced)
         return f"custom reduce-scatter in {reduced}"
+
+    def exchange(self, sent: Tensor, received: Tensor, channel: int) -> Pending:
+        return self._inner.exchange(sent, received, channel)
 
     def reduce_over(self, group: dist.ProcessGroup) -> None:
         self._reduce_group = group

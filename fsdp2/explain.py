@@ -11,6 +11,7 @@ from fsdp2.gradients import ReductionPlan
 from fsdp2.hooks import State
 from fsdp2.layout import Path, Section, Slot
 from fsdp2.portion import Portion
+from fsdp2.quantising import parameter_format
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,13 @@ def _gather_reason(portion: Portion, section: Section, slot: Slot) -> str:
         return "none: one rank" + (" (a cast)" if cast else ", the full parameter is the shard")
     if slot.path is Path.REPLICATED:
         return "replicated: it has no rows, so every rank keeps it"
+    if slot.path is Path.SUBCLASS:
+        kind = type(portion.params[slot.index].local).__name__
+        return f"as {kind} says: its fsdp_pre_all_gather decides what travels"
+    if slot.path is Path.CODED:
+        assert portion.wire_dtype is not None
+        block = parameter_format(portion.wire_dtype, slot.rows.shape).block
+        return f"quantised: {portion.wire_dtype} with a scale per {block} numbers, then decoded"
     limit = transport.pack_below_nbytes
     if slot.path is Path.MOVED:
         return f"moved{cast}: split along dim {slot.dim}, copied into place behind the gather"
@@ -184,6 +192,9 @@ def _reduction_reason(portion: Portion, plan: ReductionPlan, slot: Slot) -> str:
     if transport is None:
         return "all-reduce" + replicas if portion.replicas else "none: one rank"
     [column] = plan.sections[0].gradients.columns
+    if transport.codes_gradients and column.path is Path.DIRECT:
+        how = f"exchanged quantised, summed in {plan.sections[0].reduced}"
+        return how + (f", then an all-reduce{replicas}" if portion.replicas else "")
     how = transport.describe_reduction(plan.sections[0].wire, plan.sections[0].reduced)
     if portion.replicas:
         how += ", then an all-reduce" + replicas

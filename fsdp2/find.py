@@ -10,7 +10,15 @@ from torch import nn
 
 from fsdp2 import _torch
 from fsdp2.errors import UsageError
-from fsdp2.sharded_param import IS_FULL, IS_SHARD, Deal, Place, ShardedParam, owner_of
+from fsdp2.sharded_param import (
+    IS_FULL,
+    IS_SHARD,
+    Deal,
+    Place,
+    ShardedParam,
+    has_own_form,
+    owner_of,
+)
 
 
 class Tie(NamedTuple):
@@ -79,6 +87,15 @@ def _check(name: str, param: nn.Parameter) -> None:
     if isinstance(param, nn.parameter.UninitializedParameter):
         raise UsageError(
             f"parameter '{name}' is not initialised yet; run the lazy module once first"
+        )
+    inner = _torch.local_of(param) if isinstance(param, _torch.DTensor) else param
+    if has_own_form(name, inner):
+        return
+    if type(inner).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise NotImplementedError(
+            f"parameter '{name}' is a {type(inner).__name__}, a tensor subclass with operators of "
+            "its own that does not say how it is gathered; give it fsdp_pre_all_gather and "
+            "fsdp_post_all_gather, or list it in ignored_params"
         )
     if not isinstance(param, _torch.DTensor) and param.layout is not torch.strided:
         raise UsageError(

@@ -14,9 +14,11 @@ from torch import Tensor
 from fsdp2 import _torch
 from fsdp2.buffers import Staging
 from fsdp2.collectives import NOTHING, Pending, Replicas, Source, Transport
-from fsdp2.layout import GradientColumn, GroupLayout, Path, Section, Slot, plan_gradients
+from fsdp2.gradient_layout import GradientColumn, plan_gradients
+from fsdp2.layout import GroupLayout, Path, Section, Slot
 from fsdp2.mesh import ShardMesh
 from fsdp2.policies import reduce_dtype
+from fsdp2.quantising import may_be_coded
 from fsdp2.reduction import (
     Ending,
     ExchangedReduction,
@@ -66,6 +68,8 @@ class ReductionPlan:
 
         def path_of(slot: Slot) -> Path:
             transport = self._transport
+            if self._is_coded(slot, compute):
+                return Path.DIRECT
             if transport and not transport.can_reduce_direct(slot.rows.divides, compute, reduced):
                 return Path.PACKED
             return Path.DIRECT
@@ -83,6 +87,11 @@ class ReductionPlan:
             ],
             views=[self._view(column) for column in gradients.columns],
         )
+
+    def _is_coded(self, slot: Slot, compute: torch.dtype) -> bool:
+        """Whether its gradient travels quantised; then its own path does not matter."""
+        is_asked = self._transport is not None and self._transport.codes_gradients
+        return is_asked and may_be_coded(compute, len(slot.rows.shape))
 
     def _view(self, column: GradientColumn) -> GradientView:
         index = column.slot.index
@@ -234,7 +243,8 @@ class ReductionPlan:
         for column in plan.direct:
             chunk = column.slot.rows.chunk_numel
             out = buffer.narrow(0, column.offset, chunk)
-            sources.append(Source(full[column.slot.index].view(-1), chunk, out))
+            is_coded = self._is_coded(column.slot, plan.compute)
+            sources.append(Source(full[column.slot.index].view(-1), chunk, out, is_coded))
         packed = self._pack(plan, full, missing, staging, wire)
         packed_numel = plan.gradients.packed_numel
         out = buffer.narrow(0, plan.gradients.packed_offset, packed_numel)

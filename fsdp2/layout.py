@@ -27,6 +27,10 @@ class Path(Enum):
     """Read and written where it lives."""
     MOVED = "moved"
     """Split along another dimension than the first: gathered beside it and copied into place."""
+    CODED = "coded"
+    """Quantised on the wire: gathered beside the full buffer and decoded into place."""
+    SUBCLASS = "subclass"
+    """Gathered in the form that its tensor subclass says, in memory of its own."""
     PACKED = "packed"
     """Copied into and out of a staging block that it shares with others."""
     REPLICATED = "replicated"
@@ -106,6 +110,8 @@ class ParamSpec:
     compute_itemsize: int
     dim: int = 0
     """The dimension that is split; ``shape`` begins with it, wherever the parameter has it."""
+    has_own_form: bool = False
+    """Its tensor subclass says what travels: it has no place in the buffers."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +137,10 @@ class Slot:
 class Section:
     """The parameters of a group that share a storage dtype and a compute dtype.
 
-    In the shard buffer it holds first the direct and moved slots, then the packed ones
+    In the shard buffer it holds first the direct, moved and coded slots, then the packed ones
     without gaps (so that one copy moves them all), then the replicated ones. In the full
     buffer the same order is followed by the blocks of the moved slots and by the staging
-    block of shape ``(world_size, packed_numel)``.
+    block of shape ``(world_size, packed_numel)``. Slots of subclasses are empty in both.
     Of that block only the rows of the first ``packed_ranks`` ranks hold real rows.
     """
 
@@ -169,38 +175,6 @@ class GroupLayout:
         return sorted(
             (s for section in self.sections for s in section.slots), key=lambda s: s.index
         )
-
-
-@dataclass(frozen=True)
-class GradientColumn:
-    """The gradient of one parameter inside a gradient section, of this rank."""
-
-    slot: Slot
-    path: Path
-    offset: int
-
-
-@dataclass(frozen=True)
-class GradientSection:
-    """The gradient buffer of one section: direct chunks, then one packed row.
-
-    The packed row ends in one flag per parameter, which counts the ranks that had a gradient.
-    """
-
-    section: Section
-    columns: tuple[GradientColumn, ...]
-    packed_offset: int
-    packed_numel: int
-    packed_ranks: int
-    """The first ranks, which own something in the packed block besides the flags."""
-    numel: int
-
-    @property
-    def flags_offset(self) -> int:
-        return self.numel - len(self.columns)
-
-    def by_path(self, *paths: Path) -> list[GradientColumn]:
-        return [column for column in self.columns if column.path in paths]
 
 
 def align(offset: int, itemsize: int) -> int:
@@ -290,6 +264,8 @@ def _plan_section(
 
 
 def _path(spec: ParamSpec, path_of: Callable[[ParamSpec], Path]) -> Path:
+    if spec.has_own_form:
+        return Path.SUBCLASS
     if not spec.shape:
         return Path.REPLICATED
     return Path.MOVED if spec.dim else path_of(spec)
@@ -303,7 +279,13 @@ def _full_numel(
     for world_size in world_sizes:
         rows = {i: Rows(specs[i].shape, world_size) for i in paths}
         packed_ranks = max((rows[i].owners for i in paths if paths[i] is Path.PACKED), default=0)
-        copies = {Path.DIRECT: world_size, Path.PACKED: packed_ranks, Path.REPLICATED: 1}
+        copies = {
+            Path.DIRECT: world_size,
+            Path.CODED: world_size,
+            Path.PACKED: packed_ranks,
+            Path.REPLICATED: 1,
+            Path.SUBCLASS: 0,
+        }
         for i, path in paths.items():
             needed = rows[i].chunk_numel * copies[path] if path in copies else rows[i].numel
             numel[i] = max(numel[i], needed)
@@ -318,10 +300,10 @@ def _shard_offsets(
     at = 0
     before: Path | None = None
     for i in ordered:
-        if paths[i] in (Path.DIRECT, Path.MOVED) or paths[i] is not before:
+        if paths[i] in (Path.DIRECT, Path.MOVED, Path.CODED) or paths[i] is not before:
             at = align(at, itemsize)
         offsets[i] = at
-        at += rows[i].chunk_numel
+        at += 0 if paths[i] is Path.SUBCLASS else rows[i].chunk_numel
         before = paths[i]
     return offsets, at
 
@@ -331,14 +313,17 @@ def plan_part(
 ) -> GroupLayout:
     """The same full buffer, gathered over ``world_size`` ranks that keep parts of it.
 
-    The parts are in the compute dtype. ``itemsize_of`` gives a dtype's bytes.
+    The parts are in the compute dtype, decoded already. ``itemsize_of`` gives a dtype's bytes.
     """
     sections: list[Section] = []
     shard_nbytes = 0
     for whole in layout.sections:
         itemsize = itemsize_of(whole.compute)
         ordered = [slot.index for slot in whole.slots]
-        paths = {slot.index: slot.path for slot in whole.slots}
+        paths: dict[int, Path] = {
+            slot.index: Path.DIRECT if slot.path is Path.CODED else slot.path
+            for slot in whole.slots
+        }
         rows = {slot.index: Rows(slot.rows.shape, world_size) for slot in whole.slots}
         offsets, shard_numel = _shard_offsets(ordered, paths, rows, itemsize)
         packed = [i for i in ordered if paths[i] is Path.PACKED]
@@ -346,7 +331,12 @@ def plan_part(
             whole,
             storage=whole.compute,
             slots=tuple(
-                replace(slot, rows=rows[slot.index], shard_offset=offsets[slot.index])
+                replace(
+                    slot,
+                    rows=rows[slot.index],
+                    path=paths[slot.index],
+                    shard_offset=offsets[slot.index],
+                )
                 for slot in whole.slots
             ),
             shard_start_nbytes=shard_nbytes,
@@ -358,42 +348,3 @@ def plan_part(
         sections.append(section)
         shard_nbytes = align(shard_nbytes + shard_numel * itemsize, 1)
     return GroupLayout(world_size, tuple(sections), shard_nbytes, layout.full_nbytes)
-
-
-def plan_gradients(
-    section: Section,
-    trainable: Iterable[int],
-    path_of: Callable[[Slot], Path],
-    itemsize: int,
-) -> GradientSection:
-    """Lay out the gradient buffer of the ``trainable`` parameters of one section.
-
-    ``itemsize`` is that of the reduce dtype, in bytes; ``path_of`` may turn a direct
-    slot into a packed one, never the reverse.
-    """
-    wanted = set(trainable)
-    slots = [slot for slot in section.slots if slot.index in wanted]
-    may_be_direct = (Path.DIRECT, Path.MOVED)
-    paths = [path_of(slot) if slot.path in may_be_direct else slot.path for slot in slots]
-    columns: list[GradientColumn] = []
-    at = 0
-    for slot, path in zip(slots, paths):
-        if path is Path.DIRECT:
-            at = align(at, itemsize)
-            columns.append(GradientColumn(slot, path, at))
-            at += slot.rows.chunk_numel
-    packed_offset = at = align(at, itemsize)
-    for slot, path in zip(slots, paths):
-        if path is not Path.DIRECT:
-            columns.append(GradientColumn(slot, path, at))
-            at += slot.rows.chunk_numel
-    numel = at + len(columns)
-    packed = [column.slot.rows.owners for column in columns if column.path is not Path.DIRECT]
-    return GradientSection(
-        section=section,
-        columns=tuple(columns),
-        packed_offset=packed_offset,
-        packed_numel=numel - packed_offset,
-        packed_ranks=max(packed, default=0),
-        numel=numel,
-    )

@@ -221,9 +221,11 @@ class ParamGroup:
     @torch.no_grad()
     def _make_full(self) -> None:
         """Make the full parameters: once, at the first gather after each layout."""
-        index_of = {id(param): i for i, param in enumerate(self.params)}
+        if not all(portion.is_laid_out for portion in self.portions):
+            self._lay_out()
+        hooks = {param: _gradient_hook(self, i) for i, param in enumerate(self.params)}
         for portion in self.portions:
-            portion.make_full(lambda param: _gradient_hook(self, index_of[id(param)]))
+            portion.make_full(hooks, self.channel)
         self._versions = [param.shard._version for param in self.params]
         self._are_trainable = []
 

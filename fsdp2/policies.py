@@ -27,7 +27,7 @@ ParamDtype = torch.dtype | Callable[[str, nn.Parameter], torch.dtype | None]
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy(_torch.MixedPrecisionPolicy):
-    """The dtypes of computation and communication; PyTorch's four fields and two more.
+    """The dtypes of computation and communication; PyTorch's four fields and four more.
 
     ``param_dtype``
         Of the full parameters, and so of computation and gathers. A callable
@@ -48,11 +48,21 @@ class MixedPrecisionPolicy(_torch.MixedPrecisionPolicy):
     ``buffer_dtype``
         Floating-point buffers of the group's modules are cast to it once, by
         ``fully_shard``. ``None`` leaves them alone.
+    ``all_gather_dtype``
+        Large parameters travel quantised: ``torch.float8_e4m3fn`` (or ``float8_e5m2``) with
+        a scale per row, ``torch.int8`` with one per 128 neighbours. Computation stays in
+        ``param_dtype``; every rank computes with the same rounded values, the shards keep
+        theirs. Vectors, and what is too small to travel by itself, are left alone.
+    ``exchange_dtype``
+        Gradients of large parameters travel quantised between the ranks of the shard mesh,
+        with a scale per 128 neighbours, and are summed in ``reduce_dtype``.
     """
 
     param_dtype: ParamDtype | None = None  # type: ignore[assignment]
     uncast_inputs: tuple[str | int, ...] = ()
     buffer_dtype: torch.dtype | None = None
+    all_gather_dtype: torch.dtype | None = None
+    exchange_dtype: torch.dtype | None = None
 
 
 def compute_dtype(

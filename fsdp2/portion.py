@@ -6,7 +6,6 @@ A group has one portion for each mesh that its parameters are dealt over, as a r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,34 +13,21 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from fsdp2 import _torch
 from fsdp2.buffers import Filling, FullBuffer, ShardBuffer, Staging, own_storage
-from fsdp2.collectives import (
-    GatherPlan,
-    Pending,
-    Replicas,
-    Transport,
-    choose_transport,
-)
+from fsdp2.collectives import GatherPlan, Pending, Replicas, Transport
 from fsdp2.custom import Custom, CustomComms
 from fsdp2.gradients import ReductionPlan
-from fsdp2.layout import GroupLayout, ParamSpec, Path, Section, Slot, plan_group, plan_part
+from fsdp2.layout import GroupLayout, ParamSpec, Path, Section, Slot, plan_group
 from fsdp2.mesh import Axis, ShardMesh, group_of
+from fsdp2.part import Part, make_part, part_layout
 from fsdp2.policies import CPUOffloadPolicy, OffloadPolicy, Switches, compute_dtype
+from fsdp2.quantised_exchange import QuantisedExchange
+from fsdp2.quantising import may_be_coded, parameter_format
 from fsdp2.reduction import Ending, PartialSums, Reduction
 from fsdp2.sharded_param import ShardedParam
+from fsdp2.side_gather import CodedGather, CodedParam, SideGather
 from fsdp2.streams import Streams
-
-
-class Part(NamedTuple):
-    """What is kept after forward when backward gathers over fewer ranks than the shard mesh."""
-
-    axis: Axis
-    shards: ShardBuffer
-    """In the compute dtype; its memory is there only between forward and backward."""
-    filling: Filling
-    gather: GatherPlan | None
-    kept: list[Tensor]
-    """Views of ``shards``, aligned with the slices of the full parameters that go there."""
-    sources: list[Tensor]
+from fsdp2.subclasses import SubclassGather
+from fsdp2.transports import choose_transport
 
 
 class Portion:
@@ -70,6 +56,8 @@ class Portion:
         self._full: FullBuffer | None = None
         self._on_device: ShardBuffer | None = None
         """A copy of shards that live on the host, while a gather reads it."""
+        self._sides: list[SideGather] = []
+        """What travels in another form, beside the full buffer."""
         self._part: Part | None = None
         self._plan: GatherPlan | None = None
         self._gather: Pending | None = None
@@ -93,7 +81,10 @@ class Portion:
     def _transport_over(self, axis: Axis) -> Transport:
         assert axis.group is not None
         transport = choose_transport(axis.group, axis.rank, self.mesh.device)
-        return Custom(transport, axis.group, self._custom) if self._custom.is_set else transport
+        if self._custom.is_set:
+            return Custom(transport, axis.group, self._custom)
+        exchanged = getattr(self.policy, "exchange_dtype", None)
+        return transport if exchanged is None else QuantisedExchange(transport, exchanged)
 
     def use(self, custom: CustomComms) -> None:
         """Communicate through the user's collectives, which take flat tensors: lay out anew."""
@@ -136,7 +127,11 @@ class Portion:
         with torch.inference_mode(False):
             self.shards = ShardBuffer(self.layout, self.mesh.rank, device, is_pinned)
             for _, section, slot in self._slots():
-                self.params[slot.index].bind(own_storage(self.shards.local(section, slot)))
+                param = self.params[slot.index]
+                if slot.path is Path.SUBCLASS:
+                    param.stay(device)
+                else:
+                    param.bind(own_storage(self.shards.local(section, slot)))
         self._full = None
         for param in self.params:
             param.full = None
@@ -146,8 +141,29 @@ class Portion:
         place = param.places[0]
         compute = compute_dtype(self.policy, param.given_name, param.shard, place.module)
         dim = 0 if param.rows.is_scalar else param.dim
+        has_own_form = param.has_own_form
+        if has_own_form and self.part_axis:
+            raise NotImplementedError(
+                f"parameter '{param.name}' of type {type(param.local).__name__} says itself how it "
+                "is gathered (fsdp_pre_all_gather), so no part of it can be kept: pass "
+                "reshard_after_forward=True or False"
+            )
         return ParamSpec(
-            param.rows.shape, param.dtype, param.dtype.itemsize, compute, compute.itemsize, dim
+            shape=param.rows.shape,
+            storage=param.dtype,
+            storage_itemsize=param.dtype.itemsize,
+            compute=compute,
+            compute_itemsize=compute.itemsize,
+            dim=dim,
+            has_own_form=has_own_form,
+        )
+
+    @property
+    def is_laid_out(self) -> bool:
+        """Whether the layout still fits: a shard may have been given a form of its own."""
+        return all(
+            param.has_own_form == (slot.path is Path.SUBCLASS)
+            for param, slot in zip(self.params, self.layout.slots)
         )
 
     def _path_of(self, spec: ParamSpec) -> Path:
@@ -156,7 +172,16 @@ class Portion:
             return Path.DIRECT
         numel = torch.Size(spec.shape).numel()
         shard_nbytes = numel * spec.compute_itemsize / self.mesh.world_size
-        return Path.PACKED if shard_nbytes < self.transport.pack_below_nbytes else Path.DIRECT
+        if shard_nbytes < self.transport.pack_below_nbytes:
+            return Path.PACKED
+        assert isinstance(spec.compute, torch.dtype)
+        is_coded = self.wire_dtype is not None and may_be_coded(spec.compute, len(spec.shape))
+        return Path.CODED if is_coded else Path.DIRECT
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """What large parameters are quantised to for their gather."""
+        return getattr(self.policy, "all_gather_dtype", None)
 
     def _slots(self) -> list[tuple[int, Section, Slot]]:
         sections = enumerate(self.layout.sections)
@@ -164,35 +189,39 @@ class Portion:
 
     def _aliases_shards(self) -> bool:
         is_cast = any(s.storage != s.compute for s in self.layout.sections)
-        return self.transport is None and not is_cast and not self.is_offloaded
+        has_own_form = any(slot.path is Path.SUBCLASS for slot in self.layout.slots)
+        return self.transport is None and not (is_cast or self.is_offloaded or has_own_form)
 
     @property
     def full_nbytes(self) -> int:
         """What this portion adds to memory while it is in flight."""
-        return 0 if self.aliases_shards else self.layout.full_nbytes
+        beside = sum(side.nbytes for side in self._sides)
+        return 0 if self.aliases_shards else self.layout.full_nbytes + beside
 
     @property
     def part_nbytes(self) -> int:
         """What it adds between forward and backward, where a part is kept."""
         if self.part_axis is None:
             return 0
-        return plan_part(self.layout, self.part_axis.size, _itemsize).shard_nbytes
+        return part_layout(self.layout, self.part_axis.size).shard_nbytes
 
     @torch.no_grad()
-    def make_full(self, hook_of: Callable[[ShardedParam], Callable[[Tensor], None]]) -> None:
+    def make_full(self, hooks: dict[ShardedParam, Callable[[Tensor], None]], channel: int) -> None:
         """Make the full parameters: once, at the first gather after each layout."""
         with torch.inference_mode(False):
             self._make_buffers()
             buffer = self._full
             for index, section, slot in self._slots():
                 param = self.params[slot.index]
-                if buffer is None:
+                if slot.path is Path.SUBCLASS:
+                    view = self._gather_subclass(param, section, channel)
+                elif buffer is None:
                     view = self.shards.local(section, slot).data
                 else:
                     view = buffer.full(index, slot)
                 full = param.make_full(view)
                 if full.requires_grad:
-                    full.register_post_accumulate_grad_hook(hook_of(param))
+                    full.register_post_accumulate_grad_hook(hooks[param])
             self._part = self._make_part()
         if buffer is not None:
             buffer.free()
@@ -204,6 +233,7 @@ class Portion:
     def _make_buffers(self) -> None:
         """The full buffer and what fills it."""
         self._on_device, self._full, self._plan = None, None, None
+        self._sides = []
         if self.aliases_shards:
             return
         self._full = FullBuffer(self.layout, self.mesh.device)
@@ -213,6 +243,26 @@ class Portion:
         self._filling = Filling(self._full, self._on_device or self.shards)
         if self.transport is not None and self._filling.blocks:
             self._plan = self.transport.plan_gather(self._filling.blocks)
+        coded = [self._coded(*place) for place in self._slots() if place[2].path is Path.CODED]
+        if coded:
+            assert self.transport is not None
+            self._sides.append(CodedGather(coded, self.mesh.rank, self.transport))
+
+    def _coded(self, index: int, section: Section, slot: Slot) -> CodedParam:
+        assert self._full is not None and self.wire_dtype is not None
+        shard = (self._on_device or self.shards).padded(section, slot)
+        ranks = self.mesh.world_size
+        block = self._full.at(index, slot.full_offset, ranks, slot.rows.chunk_numel)
+        return CodedParam(shard, block, parameter_format(self.wire_dtype, slot.rows.shape))
+
+    def _gather_subclass(self, param: ShardedParam, section: Section, channel: int) -> Tensor:
+        assert isinstance(section.compute, torch.dtype)
+        brings = self.mesh.device if self.is_offloaded else None
+        side = SubclassGather(
+            param, self.mesh, self.transport, self.policy, section.compute, brings
+        )
+        self._sides.append(side)
+        return side.make_full(channel)
 
     # Gather
 
@@ -229,6 +279,8 @@ class Portion:
                 self._gather = part.gather.start(channel)
         else:
             self._copy_own()
+            for side in self._sides:
+                side.start(channel)
             if self._plan is not None:
                 self._gather = self._plan.start(channel)
         self._filled_by = self._filling if part is None else part.filling
@@ -236,13 +288,14 @@ class Portion:
             self.complete()
 
     def _copy_own(self) -> None:
-        if self._on_device is None:
-            self._filling.copy_own()
-            return
-        self._on_device.allocate()
-        self._on_device.memory.copy_(self.shards.memory, non_blocking=True)
+        if self._on_device is not None:
+            self._on_device.allocate()
+            self._on_device.memory.copy_(self.shards.memory, non_blocking=True)
         self._filling.copy_own()
-        self._on_device.free()
+        for side in self._sides:
+            side.fill()
+        if self._on_device is not None:
+            self._on_device.free()
 
     def complete(self) -> None:
         """Wait for the gather and copy out what does not lie in its place yet."""
@@ -251,6 +304,9 @@ class Portion:
                 self._gather.wait()
                 self._gather = None
             self._filled_by.copy_out()
+            if self._filled_by is self._filling:
+                for side in self._sides:
+                    side.complete()
 
     def free(self) -> None:
         """Give the memory of the full parameters back, and of parts that were kept."""
@@ -261,6 +317,8 @@ class Portion:
             self._full.free()
             if self._part is not None:
                 self._part.shards.free()
+        for side in self._sides:
+            side.free()
 
     # Parts
 
@@ -268,22 +326,7 @@ class Portion:
         axis, full = self.part_axis, self._full
         if axis is None or full is None or axis.group is None:
             return None
-        layout = plan_part(self.layout, axis.size, _itemsize)
-        shards = ShardBuffer(layout, axis.rank, self.mesh.device)
-        filling = Filling(full, shards)
-        gather = None
-        if filling.blocks:
-            gather = self._transport_over(axis).plan_gather(filling.blocks)
-        kept: list[Tensor] = []
-        sources: list[Tensor] = []
-        for index, section in enumerate(layout.sections):
-            for slot in section.slots:
-                whole = full.full(index, slot)
-                start, stop = slot.rows.bounds(axis.rank)
-                is_scalar = slot.rows.is_scalar
-                sources.append(whole if is_scalar else whole.narrow(slot.dim, start, stop - start))
-                kept.append(shards.local(section, slot))
-        return Part(axis, shards, filling, gather, kept, sources)
+        return make_part(self.layout, axis, full, self._transport_over(axis), self.mesh.device)
 
     @torch.no_grad()
     def keep_part(self) -> None:
@@ -291,8 +334,7 @@ class Portion:
         if self._full is None:
             return
         if self._part is not None:
-            self._part.shards.allocate()
-            torch._foreach_copy_(self._part.kept, self._part.sources)
+            self._part.keep()
         self._full.free()
 
     # Gradients
@@ -352,8 +394,3 @@ class Portion:
                 self.replicas,
             )
         return plan
-
-
-def _itemsize(dtype: object) -> int:
-    assert isinstance(dtype, torch.dtype)
-    return dtype.itemsize

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fsdp2.buffers import Staging
 from fsdp2.collectives import Pending, Replicas, Source
-from fsdp2.layout import GradientColumn, GradientSection
+from fsdp2.gradient_layout import GradientColumn, GradientSection
 from fsdp2.sharded_param import ShardedParam
 from fsdp2.streams import Streams
 

@@ -17,6 +17,7 @@ from math import prod
 from typing import NamedTuple
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
@@ -34,6 +35,9 @@ IS_SHARD = "_fsdp2_is_shard"
 
 IS_FULL = "_fsdp2_is_full"
 """Left on full parameters: a name."""
+
+PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+"""What a tensor subclass has that says itself how it is gathered; see ``subclasses``."""
 
 
 class Place(NamedTuple):
@@ -55,6 +59,22 @@ class Deal(NamedTuple):
     mesh: ShardMesh
     dim: int = 0
     """The dimension that is split."""
+
+
+def has_own_form(name: str, local: Tensor) -> bool:
+    """Whether ``local``, of parameter ``name``, has both methods of the protocol, or neither.
+
+    Raises:
+        UsageError: It has one of them.
+    """
+    has_pre, has_post = hasattr(local, PRE), hasattr(local, POST)
+    if has_pre != has_post:
+        found, lacks = (PRE, POST) if has_pre else (POST, PRE)
+        raise UsageError(
+            f"parameter '{name}' of type {type(local).__name__} has {found} but no {lacks}; "
+            "define both, or neither"
+        )
+    return has_pre
 
 
 def owner_of(param: Tensor) -> ShardedParam | None:
@@ -84,6 +104,7 @@ class ShardedParam:
         self.spec = self._spec_of_shard(tuple(original.shape))
         """Of the shard, and so of its gradient."""
         self._original: nn.Parameter | None = original
+        self._kind = type(original)
         self.shard = self._make_shard(original, whole)
         self.local = _torch.local_of(self.shard)
         self.full: nn.Parameter | None = None
@@ -104,18 +125,41 @@ class ShardedParam:
 
     def _make_shard(self, original: nn.Parameter, whole: Tensor) -> nn.Parameter:
         """Cut this rank's rows out of a full parameter."""
-        source = whole
-        if not self.rows.is_scalar:
-            start, stop = self.rows.bounds(self.rank)
-            source = whole.narrow(self.dim, start, stop - start)
+        source = self._cut(whole)
+        nothing = torch.empty(0, dtype=self.dtype, device=whole.device)
         shard = nn.Parameter(
-            _torch.dtensor(source.new_empty(0), self.spec), requires_grad=original.requires_grad
+            _torch.dtensor(nothing, self.spec), requires_grad=original.requires_grad
         )
         _torch.set_local(shard, source)
-        theirs = ("_local_tensor", "_spec", OWNER, NAMES)
+        # A subclass keeps its data in attributes, all of which a detached one has too.
+        theirs = {"_local_tensor", "_spec", OWNER, NAMES, *original.detach().__dict__}
         shard.__dict__.update({k: v for k, v in original.__dict__.items() if k not in theirs})
         setattr(shard, IS_SHARD, True)
         return shard
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        if self.rows.is_scalar:
+            return whole
+        if not has_own_form(self.name, whole):
+            start, stop = self.rows.bounds(self.rank)
+            return whole.narrow(self.dim, start, stop - start)
+        if self.dim:
+            raise NotImplementedError(
+                f"parameter '{self.name}' of type {type(whole).__name__} says itself how it is "
+                f"gathered ({PRE}): such parameters are split along dim 0; got Shard({self.dim})"
+            )
+        # No buffer will hold it: it gets memory of its own, by the operators that every
+        # subclass with the protocol has, since PyTorch's own engine needs them.
+        pieces = whole.split(self.rows.per_rank) if self.rows.count else (whole,)
+        own = pieces[0].new_zeros(self.rows.local_shape(self.rank))
+        if self.rank < len(pieces):
+            own.copy_(pieces[self.rank])
+        return own
+
+    @property
+    def has_own_form(self) -> bool:
+        """Whether its tensor subclass says what travels. Asked of the shard as it is now."""
+        return not self.rows.is_scalar and has_own_form(self.name, self.local)
 
     def guard(self) -> None:
         """Let the shard name itself where it is taken for the full parameter."""
@@ -153,6 +197,12 @@ class ShardedParam:
             local.copy_(self.local)
         _torch.set_local(self.shard, local)
         self.local = local
+
+    def stay(self, device: torch.device) -> None:
+        """Keep this rank's rows outside the shard buffer, on ``device``."""
+        if self.local.device != device:
+            self.local = self.local.to(device)
+            _torch.set_local(self.shard, self.local)
 
     @property
     def registered(self) -> nn.Parameter | None:
@@ -205,13 +255,21 @@ class ShardedParam:
             tensor = _torch.dtensor(view, made)
         # A frozen one may thaw: the gather sets it right.
         may_train = view.is_floating_point() or view.is_complex()
-        full = nn.Parameter(tensor, requires_grad=may_train)
+        full = self._as_parameter(tensor, may_train)
         if self.outer is not None:
             _torch.set_local(full, view)
         ours = ("_local_tensor", "_spec", IS_SHARD, NAMES)
         full.__dict__.update({k: v for k, v in self.shard.__dict__.items() if k not in ours})
         setattr(full, IS_FULL, self.name)
         self.full = full
+        return full
+
+    def _as_parameter(self, tensor: Tensor, may_train: bool) -> nn.Parameter:
+        """Of the class that the parameter had, if it was one derived from ``nn.Parameter``."""
+        if self._kind is nn.Parameter or not issubclass(self._kind, nn.Parameter):
+            return nn.Parameter(tensor, requires_grad=may_train)
+        full: nn.Parameter = tensor.detach().as_subclass(self._kind)
+        full.requires_grad_(may_train)
         return full
 
     def plain(self, gradient: Tensor) -> Tensor:

@@ -13,10 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fsdp2.gradient_layout import GradientColumn, GradientSection, plan_gradients
 from fsdp2.layout import (
     ALIGNMENT,
-    GradientColumn,
-    GradientSection,
     GroupLayout,
     ParamSpec,
     Path,
@@ -24,7 +23,6 @@ from fsdp2.layout import (
     Section,
     Slot,
     align,
-    plan_gradients,
     plan_group,
 )
 

@@ -233,8 +233,8 @@ def test_backward_asks_only_its_neighbours(ranks: Ranks) -> None:
     assert sum(line.startswith("gather") for line in found) == 6
     for module in (model, *model.blocks):
         for portion in group_of(module).portions:
-            assert portion._part.axis.size == 2
-            ranks_of = torch.distributed.get_process_group_ranks(portion._part.axis.group)
+            assert portion.part_axis.size == 2
+            ranks_of = torch.distributed.get_process_group_ranks(portion.part_axis.group)
             assert ranks_of == ([0, 1] if ranks.rank < 2 else [2, 3])
 
 

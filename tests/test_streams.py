@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fsdp2
-from fsdp2 import buffers, collectives, param_group, streams
+from fsdp2 import buffers, collectives, pairwise, param_group, streams
 from harness import Ranks, distributed, run
 from models import (
     Net,
@@ -274,11 +274,11 @@ def test_buffers_are_made_where_they_are_filled(ranks: Ranks) -> None:
             monkeypatch.setattr(owner, name, watched)
 
         watch(buffers.FullBuffer, "allocate")
-        watch(collectives.PairwiseGather, "start")
+        watch(pairwise.PairwiseGather, "start")
         watch(collectives.Works, "wait")
         watch(buffers.PackedBlock, "copy_out")
-        watch(collectives.Pairwise, "reduce")
-        watch(collectives.PairwiseSum, "wait")
+        watch(pairwise.Pairwise, "reduce")
+        watch(pairwise.PairwiseSum, "wait")
         for inputs in token_batches(ranks.world_size, 2):
             next_token_loss(model, inputs[ranks.rank]).backward()
     assert set(places) == {
@@ -303,7 +303,7 @@ def test_what_a_reduction_reads_lives_until_it_is_over(
     read: dict[str, list[StorageWeakRef]] = {}
     latest: list[StorageWeakRef] = []
     with recorded() as (made, monkeypatch):
-        reduce, event = collectives.Pairwise.reduce, made.event
+        reduce, event = pairwise.Pairwise.reduce, made.event
         start_reduce = param_group.ParamGroup.start_reduce
 
         def started(group: Any, *args: Any) -> Any:
@@ -331,7 +331,7 @@ def test_what_a_reduction_reads_lives_until_it_is_over(
                 assert not any(reference.expired() for reference in read[name]), name
                 checked.append(name)
 
-        monkeypatch.setattr(collectives.Pairwise, "reduce", watched)
+        monkeypatch.setattr(pairwise.Pairwise, "reduce", watched)
         monkeypatch.setattr(param_group.ParamGroup, "start_reduce", started)
         made.event = record  # type: ignore[method-assign]
         made.on_wait = on_wait

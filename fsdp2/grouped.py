@@ -1,0 +1,109 @@
+"""The backend's own collectives, one call for all blocks of a group. For NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2 import _torch
+from fsdp2.collectives import GatherPlan, Pending, Source, Works
+
+
+class Grouped:
+    """The backend's collectives, one call for all blocks of a group."""
+
+    name = "grouped"
+    pack_below_nbytes = 256 << 10
+    prefers_grouping = "the backend's cost per collective, and NCCL's per operation in a call"
+    codes_gradients = False
+
+    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+        self.group = group
+        self._reduce_group = group
+        self.rank = rank
+        self.world_size = group.size()
+
+    def reduce_over(self, group: dist.ProcessGroup) -> None:
+        self._reduce_group = group
+
+    def plan_gather(self, blocks: Sequence[Tensor]) -> GatherPlan:
+        return GroupedGather(self, blocks)
+
+    def can_reduce_direct(self, divides: bool, gradient: torch.dtype, reduced: torch.dtype) -> bool:
+        return divides and gradient == reduced
+
+    def describe_reduction(self, wire: object, reduced: object) -> str:
+        if wire == reduced:
+            return f"reduce-scatter in {reduced}"
+        return f"all-to-all in {wire}, summed in {reduced}"
+
+    def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
+        sums = [s for s in sources if s.flat.dtype == s.out.dtype]
+        exchanges = [s for s in sources if s.flat.dtype != s.out.dtype]
+        if scale != 1.0:
+            for source in sums:
+                source.flat.mul_(scale)
+        works: list[dist.Work] = []
+        if len(sums) == 1:
+            works.append(_torch.reduce_scatter_into(self._reduce_group, sums[0].out, sums[0].flat))
+        elif sums:
+            outs, inputs = [s.out for s in sums], [s.flat for s in sums]
+            works.append(_torch.reduce_scatter_grouped(self._reduce_group, outs, inputs))
+        return GroupedSum(works, [self._exchange(s) for s in exchanges], scale)
+
+    def exchange(self, sent: Tensor, received: Tensor, channel: int) -> Pending:
+        return Works([_torch.all_to_all_into(self._reduce_group, received, sent)])
+
+    def _exchange(self, source: Source) -> Exchange:
+        """All-to-all in the gradient's dtype: fewer bytes than a sum in the reduce dtype."""
+        received = torch.empty_like(source.flat)
+        work = _torch.all_to_all_into(self._reduce_group, received, source.flat)
+        return Exchange(work, received.view(self.world_size, source.chunk), source)
+
+
+class Exchange(NamedTuple):
+    """An all-to-all whose rows are summed when they have arrived."""
+
+    work: dist.Work
+    received: Tensor
+    source: Source
+
+    def finish(self, scale: float) -> None:
+        self.work.wait()
+        torch.sum(self.received, dim=0, dtype=self.source.out.dtype, out=self.source.out)
+        if scale != 1.0:
+            self.source.out.mul_(scale)
+
+
+class GroupedGather:
+    """The outputs and inputs of one group's call; the inputs are the own rows of the outputs."""
+
+    def __init__(self, transport: Grouped, blocks: Sequence[Tensor]) -> None:
+        self._group = transport.group
+        self._outs = [block.view(-1) for block in blocks]
+        self._owns = [block[transport.rank] for block in blocks]
+
+    def start(self, channel: int) -> Pending:
+        if len(self._outs) == 1:
+            return Works([_torch.all_gather_into(self._group, self._outs[0], self._owns[0])])
+        return Works([_torch.all_gather_grouped(self._group, self._outs, self._owns)])
+
+
+@dataclass
+class GroupedSum:
+    """Reduce-scatters, which arrive summed, and exchanges, which do not."""
+
+    works: list[dist.Work]
+    exchanges: list[Exchange]
+    scale: float
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+        for exchange in self.exchanges:
+            exchange.finish(self.scale)

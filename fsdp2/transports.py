@@ -1,0 +1,18 @@
+"""Which way bytes travel between the ranks of a process group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fsdp2.collectives import Transport
+from fsdp2.grouped import Grouped
+from fsdp2.pairwise import Pairwise
+
+
+def choose_transport(group: dist.ProcessGroup, rank: int, device: torch.device) -> Transport:
+    """Pairwise messages on gloo, the backend's own collectives elsewhere."""
+    backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
+    if backends.get(device.type) == "gloo":
+        return Pairwise(group, rank)
+    return Grouped(group, rank)
