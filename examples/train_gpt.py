@@ -57,6 +57,8 @@ class Options:
     grad_clip: float = option(1.0, "largest norm of the gradients; larger ones are scaled down")
     seed: int = option(0, "seed of the initial weights and of the data order")
     dtype: str = option("float32", "dtype of the computation", ("float32", "bfloat16"))
+    gathers: str = option("plain", "how weights travel", ("plain", "float8", "int8"))
+    gradients: str = option("plain", "how gradients travel", ("plain", "float8", "int8"))
     mesh: int = option(0, "ranks in the mesh, the others leave; 0: all")
     reshard_after_forward: str = option(
         "auto", "free parameters between forward and backward", ("auto", "true", "false")
@@ -111,9 +113,13 @@ def build_model(options: Options, ranks: Ranks) -> GPT:
     model = GPT(config).to(ranks.device)
     if ranks.mesh is None:
         return model
-    policy = MixedPrecisionPolicy()
-    if options.dtype == "bfloat16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    wire = {"plain": None, "float8": torch.float8_e4m3fn, "int8": torch.int8}
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if options.dtype == "bfloat16" else None,
+        reduce_dtype=torch.float32,
+        all_gather_dtype=wire[options.gathers],
+        exchange_dtype=wire[options.gradients],
+    )
     reshard = {"auto": None, "true": True, "false": False}[options.reshard_after_forward]
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=ranks.mesh, mp_policy=policy, reshard_after_forward=reshard)
