@@ -12,15 +12,16 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 pytest.importorskip("torchao", reason="pip install -c constraints.txt -e '.[clients]'")
 
-import fsdp2
-from fsdp2 import MixedPrecisionPolicy, fully_shard
-from harness import Ranks, distributed
-from models import assert_idle, assert_same
 from torchao.float8 import (
     Float8LinearConfig,
     convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
 )
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy, fully_shard
+from harness import Ranks, distributed
+from models import assert_idle, assert_same
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
