@@ -50,7 +50,6 @@ class Pending(Protocol):
 class Transport(Protocol):
     """Moves blocks and sources between the ranks of one shard mesh."""
 
-    name: str
     rank: int
     world_size: int
     pack_below_nbytes: int
@@ -59,6 +58,9 @@ class Transport(Protocol):
     """Why, in words, for ``explain``."""
     codes_gradients: bool
     """Whether gradients of large parameters travel quantised."""
+
+    @property
+    def name(self) -> str: ...
 
     def plan_gather(self, blocks: Sequence[Tensor]) -> GatherPlan: ...
 

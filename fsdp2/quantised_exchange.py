@@ -25,11 +25,14 @@ class QuantisedExchange:
     def __init__(self, inner: Transport, dtype: torch.dtype) -> None:
         self._inner = inner
         self._format = gradient_format(dtype)
-        self.name = inner.name
         self.pack_below_nbytes = inner.pack_below_nbytes
         self.prefers_grouping = inner.prefers_grouping
         self.rank = inner.rank
         self.world_size = inner.world_size
+
+    @property
+    def name(self) -> str:
+        return self._inner.name
 
     def plan_gather(self, blocks: Sequence[Tensor]) -> GatherPlan:
         return self._inner.plan_gather(blocks)

@@ -8,11 +8,12 @@ import torch.distributed as dist
 from fsdp2.collectives import Transport
 from fsdp2.grouped import Grouped
 from fsdp2.pairwise import Pairwise
+from fsdp2.shared_memory import SharedMemory
 
 
 def choose_transport(group: dist.ProcessGroup, rank: int, device: torch.device) -> Transport:
-    """Pairwise messages on gloo, the backend's own collectives elsewhere."""
+    """On gloo shared memory or else messages, the backend's own collectives elsewhere."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
     if backends.get(device.type) == "gloo":
-        return Pairwise(group, rank)
+        return SharedMemory(Pairwise(group, rank))
     return Grouped(group, rank)

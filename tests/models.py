@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fsdp2 import fully_shard
+from fsdp2 import fully_shard, portion
 from fsdp2.hooks import states_below
+from fsdp2.pairwise import Pairwise
 from fsdp2.param_group import GroupState
 
 
@@ -126,6 +128,17 @@ def assert_same_params(model: nn.Module, reference: nn.Module, **bound: float) -
             torch.testing.assert_close(
                 whole(ours), whole(theirs), **bound, msg=lambda m, message=message: message + m
             )
+
+
+@contextlib.contextmanager
+def by_messages() -> Iterator[None]:
+    """What is sharded inside sends messages on gloo, also where ranks could share memory."""
+    choose = portion.choose_transport
+    portion.choose_transport = lambda group, rank, device: Pairwise(group, rank)
+    try:
+        yield
+    finally:
+        portion.choose_transport = choose
 
 
 def with_memory(tensor: Tensor) -> list[Tensor]:

@@ -17,7 +17,7 @@ import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard, pairwise
 from fsdp2.quantising import WIRE_DTYPES, WireFormat, gradient_format, parameter_format
 from harness import Ranks, distributed
-from models import assert_idle, assert_same
+from models import assert_idle, assert_same, by_messages
 
 FP8, INT8, BF16 = torch.float8_e4m3fn, torch.int8, torch.bfloat16
 
@@ -181,7 +181,8 @@ def test_bytes_on_the_wire(ranks: Ranks) -> None:
     try:
         model = make(rows=302)
         policy = MixedPrecisionPolicy(all_gather_dtype=FP8)
-        fully_shard(model, mesh=ranks.mesh(), mp_policy=policy)
+        with by_messages():
+            fully_shard(model, mesh=ranks.mesh(), mp_policy=policy)
         model(torch.randn(1, 600))
     finally:
         pairwise.PairwiseGather = before  # type: ignore[misc]

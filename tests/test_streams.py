@@ -30,6 +30,7 @@ from models import (
     assert_idle,
     assert_same,
     assert_same_params,
+    by_messages,
     data_parallel,
     next_token_loss,
     shard_blocks,
@@ -260,7 +261,8 @@ def test_compute_waits_before_it_reads(ranks: Ranks, reshard: bool | None) -> No
 @distributed(2)
 def test_buffers_are_made_where_they_are_filled(ranks: Ranks) -> None:
     """Full buffers get memory in the scope of a gather, gradient buffers in that of a reduction."""
-    model = shard_blocks(Net())
+    with by_messages():
+        model = shard_blocks(Net())
     with recorded() as (made, monkeypatch):
         places: list[tuple[str, str]] = []
 
@@ -299,7 +301,8 @@ def test_what_a_reduction_reads_lives_until_it_is_over(
 ) -> None:
     """Full gradients and packed copies keep their memory until compute is behind the reduction."""
     policy = fsdp2.MixedPrecisionPolicy(param_dtype, torch.float32)
-    model = shard_blocks(Net(), mp_policy=policy)
+    with by_messages():
+        model = shard_blocks(Net(), mp_policy=policy)
     read: dict[str, list[StorageWeakRef]] = {}
     latest: list[StorageWeakRef] = []
     with recorded() as (made, monkeypatch):

@@ -52,6 +52,8 @@ ROOMS = [
     "quantised_exchange",
     "buffers",
     "transports",
+    "shared_memory",
+    "segments",
     "pairwise",
     "grouped",
     "collectives",

@@ -1,0 +1,139 @@
+"""Shared memory between the ranks of one host.
+
+A segment is an anonymous file that one rank writes and its peers map through ``/proc``. It has
+no name that could be left behind: the kernel frees it when the last process that maps it ends,
+however it ends.
+"""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from itertools import count
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.collectives import gather_values
+
+SMALLEST_NBYTES = 1 << 16
+
+
+class Segment:
+    """Memory that this rank writes and its peers read."""
+
+    def __init__(self, serial: int, nbytes: int) -> None:
+        self._file = os.memfd_create("fsdp2")
+        os.ftruncate(self._file, nbytes)
+        self.memory = _map(os.getpid(), self._file, nbytes)
+        self.address = torch.tensor([serial, os.getpid(), self._file, nbytes])
+        """What peers need to find it."""
+        self.is_in_use = False
+        """Whether the exchange that it serves is under way on this rank."""
+        self.messages: list[dist.Work] = []
+        """Answers of the peers, and to them: over when all have read what the others wrote."""
+
+    def wait_until_read(self) -> None:
+        """Not for long: peers do as we did, and we have ended the exchange."""
+        for work in self.messages:
+            work.wait()
+        self.messages = []
+
+    def __del__(self) -> None:
+        os.close(self._file)
+
+
+class Segments:
+    """The segments of this rank in one process group, and those of its peers that are mapped.
+
+    Pages that nobody has touched take no memory, so sizes are rounded up freely.
+    """
+
+    def __init__(self) -> None:
+        self._serials = count()
+        self._own: list[Segment] = []
+        self._mapped: dict[tuple[int, int], Tensor] = {}
+
+    def take(self, nbytes: int) -> Segment:
+        """One whose exchange is over.
+
+        A segment that is in use here is never waited for: its peers may need this rank to go
+        on before they can read it.
+        """
+        fits = [s for s in self._own if s.memory.numel() >= nbytes and not s.is_in_use]
+        if fits:
+            segment = min(fits, key=lambda segment: segment.memory.numel())
+            segment.wait_until_read()
+        else:
+            size = max(SMALLEST_NBYTES, 1 << (nbytes - 1).bit_length())
+            segment = Segment(next(self._serials), size)
+            self._own.append(segment)
+        segment.is_in_use = True
+        return segment
+
+    def of_peer(self, peer: int, address: Tensor) -> Tensor:
+        """What a peer has announced, as bytes."""
+        serial, process, file, nbytes = address.tolist()
+        found = self._mapped.get((peer, serial))
+        if found is None:
+            found = self._mapped[peer, serial] = _map(process, file, nbytes)
+        return found
+
+
+_met: WeakKeyDictionary[dist.ProcessGroup, Segments | None] = WeakKeyDictionary()
+
+
+def meet(group: dist.ProcessGroup) -> Segments | None:
+    """Segments between the ranks of ``group``; None unless all can map each other's memory.
+
+    The first call for a group communicates: all of its ranks make it.
+    """
+    if group not in _met:
+        _met[group] = Segments() if _share_a_host(group) else None
+    return _met[group]
+
+
+def _share_a_host(group: dist.ProcessGroup) -> bool:
+    cpu = torch.device("cpu")
+    segment = Segment(0, SMALLEST_NBYTES) if _can_share() else None
+    if segment is not None:
+        segment.memory[0] = group.rank()
+    own = [0, 0, 0, 0] if segment is None else segment.address.tolist()
+    values = gather_values([_host(), *own], [group], cpu)
+    everyone = [values[i : i + 5] for i in range(0, len(values), 5)]
+    is_shared = all(each[0] == everyone[0][0] and each[4] for each in everyone)
+    if is_shared:
+        is_shared = all(_can_read(rank, each[2:]) for rank, each in enumerate(everyone))
+    # Everyone has read before the segment goes, and all decide alike.
+    return all(gather_values([int(is_shared)], [group], cpu))
+
+
+def _can_read(rank: int, place: list[int]) -> bool:
+    try:
+        return int(_map(*place)[0]) == rank % 256
+    except (OSError, RuntimeError):
+        return False
+
+
+def _can_share() -> bool:
+    return hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir()
+
+
+def _host() -> int:
+    """The same number on ranks that see each other's processes and use the same network."""
+    facts = [str(os.getuid())] if hasattr(os, "getuid") else []
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid", "/proc/self/ns/net"):
+        place = Path(path)
+        if place.is_symlink():
+            facts.append(os.readlink(place))
+        elif place.exists():
+            facts.append(place.read_text())
+    return int.from_bytes(blake2b("".join(facts).encode(), digest_size=7).digest(), "big")
+
+
+def _map(process: int, file: int, nbytes: int) -> Tensor:
+    path = f"/proc/{process}/fd/{file}"
+    return torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)

@@ -1,0 +1,248 @@
+"""Ranks of one host read each other's memory instead of sending it.
+
+A rank writes what its peers need into a segment, once, and sends each of them the segment's
+address: four numbers. A peer reads the numbers where they lie, straight into its full
+parameters or its sum, and answers; then the segment may be written again. What is read, and
+the order in which it is summed, is the same as with messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.collectives import GatherPlan, Pending, Source
+from fsdp2.layout import ALIGNMENT
+from fsdp2.pairwise import Pairwise
+from fsdp2.segments import Segments, meet
+
+_WRITTEN = 0x5D3 << 16
+_READ = 0x5D4 << 16
+"""Tags of the two messages."""
+
+_CACHED_NBYTES = 1 << 19
+"""Sums of more than two terms are made in pieces that stay in a core's cache."""
+
+
+class SharedMemory:
+    """Shared memory where all ranks can map each other's, which the first gather finds out."""
+
+    pack_below_nbytes = Pairwise.pack_below_nbytes
+    prefers_grouping = Pairwise.prefers_grouping
+    codes_gradients = False
+
+    def __init__(self, messages: Pairwise) -> None:
+        self._messages = messages
+        self.group = messages.group
+        self._reduce_group = messages.group
+        self.rank = messages.rank
+        self.world_size = messages.world_size
+        self._segments: Segments | None = None
+
+    @property
+    def name(self) -> str:
+        return self._messages.name if self._segments is None else "shared memory"
+
+    def plan_gather(self, blocks: Sequence[Tensor]) -> GatherPlan:
+        self._segments = meet(self.group)
+        if self._segments is None:
+            return self._messages.plan_gather(blocks)
+        return SharedGather(self, self._segments, blocks)
+
+    def can_reduce_direct(self, divides: bool, gradient: torch.dtype, reduced: torch.dtype) -> bool:
+        return True
+
+    def describe_reduction(self, wire: object, reduced: object) -> str:
+        return self._messages.describe_reduction(wire, reduced)
+
+    def reduce_over(self, group: dist.ProcessGroup) -> None:
+        self._reduce_group = group
+        self._messages.reduce_over(group)
+
+    def exchange(self, sent: Tensor, received: Tensor, channel: int) -> Pending:
+        return self._messages.exchange(sent, received, channel)
+
+    def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
+        if self._segments is None:
+            return self._messages.reduce(sources, channel, scale)
+        places, nbytes = _places([s.chunk * self.world_size * s.flat.itemsize for s in sources])
+        announcement = self.announce(nbytes, self._reduce_group, 2 * channel + 1)
+        memory = announcement.memory
+        targets: list[Tensor] = []
+        written: list[Tensor] = []
+        for source, place in zip(sources, places):
+            chunk, flat = source.chunk, source.flat
+            own = self.rank * chunk  # which may lie behind the end
+            for start, stop in ((0, min(own, flat.numel())), (own + chunk, flat.numel())):
+                if start < stop:
+                    at = place + start * flat.itemsize
+                    targets.append(_typed(memory, at, stop - start, flat.dtype))
+                    written.append(flat[start:stop])
+        torch._foreach_copy_(targets, written)
+        announcement.send()
+        return SharedSum(announcement, sources, places, self.rank, self.world_size, scale)
+
+    def announce(self, nbytes: int, group: dist.ProcessGroup, channel: int) -> Announcement:
+        assert self._segments is not None
+        return Announcement(self._segments, nbytes, group, self._messages.peers, channel)
+
+
+class Announcement:
+    """One use of a segment: written by us, announced, read by all peers; and theirs by us."""
+
+    def __init__(
+        self,
+        segments: Segments,
+        nbytes: int,
+        group: dist.ProcessGroup,
+        peers: list[int],
+        channel: int,
+    ) -> None:
+        self._segments = segments
+        self._segment = segments.take(nbytes)
+        self.memory = self._segment.memory
+        self._group = group
+        self._peers = peers
+        self._channel = channel
+        self._arrivals: list[tuple[int, Tensor, dist.Work]] = []
+        # Receives first: a message that finds its buffer posted is not announced twice.
+        for peer in peers:
+            address = torch.empty_like(self._segment.address)
+            work = group.recv([address], peer, _WRITTEN + channel)
+            self._arrivals.append((peer, address, work))
+        # Nobody looks at what an answer says.
+        answers = [group.recv([torch.empty(1)], peer, _READ + channel) for peer in peers]
+        self._segment.messages += answers
+
+    def _send(self, message: Tensor, peer: int, tag: int) -> None:
+        work = self._group.send([message], peer, tag + self._channel)
+        self._segment.messages.append(work)
+
+    def send(self) -> None:
+        """What this rank contributes is written."""
+        for peer in self._peers:
+            self._send(self._segment.address, peer, _WRITTEN)
+
+    def arrivals(self) -> Iterator[tuple[int, Tensor]]:
+        """Each peer and its memory, as soon as it has written."""
+        for peer, address, work in self._arrivals:
+            work.wait()
+            yield peer, self._segments.of_peer(peer, address)
+
+    def have_read(self, peer: int) -> None:
+        self._send(torch.empty(1), peer, _READ)
+
+    def end(self) -> None:
+        """This rank has read all that it needs."""
+        self._segment.is_in_use = False
+
+
+class SharedGather:
+    """One group's blocks: own rows are written to a segment, the others' read from theirs."""
+
+    def __init__(
+        self, transport: SharedMemory, segments: Segments, blocks: Sequence[Tensor]
+    ) -> None:
+        self._transport = transport
+        self._blocks = list(blocks)
+        self._own = [block[transport.rank] for block in blocks]
+        self._places, self._nbytes = _places([row.numel() * row.itemsize for row in self._own])
+
+    def start(self, channel: int) -> Pending:
+        transport = self._transport
+        announcement = transport.announce(self._nbytes, transport.group, 2 * channel)
+        torch._foreach_copy_(self._rows_in(announcement.memory), self._own)
+        announcement.send()
+        return SharedRead(self, announcement)
+
+    def _rows_in(self, memory: Tensor) -> list[Tensor]:
+        """One rank's rows in its segment."""
+        return [
+            _typed(memory, place, row.numel(), row.dtype)
+            for place, row in zip(self._places, self._own)
+        ]
+
+    def read(self, peer: int, memory: Tensor) -> None:
+        torch._foreach_copy_([block[peer] for block in self._blocks], self._rows_in(memory))
+
+
+class SharedRead:
+    """A gather under way: the copies are made when it is waited for."""
+
+    def __init__(self, gather: SharedGather, announcement: Announcement) -> None:
+        self._gather = gather
+        self._announcement = announcement
+
+    def wait(self) -> None:
+        for peer, memory in self._announcement.arrivals():
+            self._gather.read(peer, memory)
+            self._announcement.have_read(peer)
+        self._announcement.end()
+
+
+class SharedSum:
+    """A reduction under way: the sums are made when it is waited for."""
+
+    def __init__(
+        self,
+        announcement: Announcement,
+        sources: Sequence[Source],
+        places: list[int],
+        rank: int,
+        world_size: int,
+        scale: float,
+    ) -> None:
+        self._announcement = announcement
+        self._sources = sources
+        self._places = places
+        self._rank = rank
+        self._world_size = world_size
+        self._scale = scale
+
+    def wait(self) -> None:
+        memories = dict(self._announcement.arrivals())
+        for source, place in zip(self._sources, self._places):
+            chunk, flat = source.chunk, source.flat
+            own = flat[self._rank * chunk : (self._rank + 1) * chunk]
+            start = place + self._rank * chunk * flat.itemsize
+            terms = [
+                own if rank == self._rank else _typed(memories[rank], start, own.numel(), own.dtype)
+                for rank in range(self._world_size)
+            ]
+            _sum(source.out[: own.numel()], terms, self._scale)
+        for peer in memories:
+            self._announcement.have_read(peer)
+        self._announcement.end()
+
+
+def _sum(out: Tensor, terms: list[Tensor], scale: float) -> None:
+    """In rank order, in the dtype of ``out``."""
+    if len(terms) == 2 and scale == 1.0 and terms[0].dtype == out.dtype:
+        torch.add(terms[0], terms[1], out=out)
+        return
+    step = max(1, _CACHED_NBYTES // out.itemsize)
+    for start in range(0, out.numel(), step):
+        piece = out[start : start + step]
+        first, *rest = (term[start : start + step] for term in terms)
+        piece.copy_(first)
+        if scale != 1.0:  # before they are added, so that the sum cannot overflow
+            piece.mul_(scale)
+        for term in rest:
+            piece.add_(term, alpha=scale)
+
+
+def _places(each_nbytes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each of several runs of bytes starts, and what all of them take."""
+    places: list[int] = []
+    at = 0
+    for nbytes in each_nbytes:
+        places.append(at)
+        at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return places, at
+
+
+def _typed(memory: Tensor, place: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return memory[place : place + numel * dtype.itemsize].view(dtype)

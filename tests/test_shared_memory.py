@@ -1,0 +1,153 @@
+"""Ranks of one host read each other's memory: the same numbers as with messages."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fsdp2
+from fsdp2 import MixedPrecisionPolicy, fully_shard, segments
+from harness import Ranks, distributed
+from models import Net, assert_idle, assert_same, by_messages, next_token_loss, token_batches
+from models import shard_blocks as shard
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+class Wide(nn.Module):
+    """Weights that travel by themselves, rows that 2 and 4 divide and 3 does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(512, 512) for _ in range(3))
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return self.head(x)
+
+
+def results(ranks: Ranks, policy: MixedPrecisionPolicy, mesh: Any) -> list[Tensor]:
+    """Losses, gradients and parameters of four steps, one of them with two micro-batches."""
+    torch.manual_seed(0)
+    model = shard(Wide(), mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    torch.manual_seed(1 + ranks.rank)
+    found: list[Tensor] = []
+    for step in range(4):
+        for is_last in (False, True) if step == 2 else (True,):
+            model.set_requires_gradient_sync(is_last)
+            loss = model(torch.randn(4, 512)).float().square().mean()
+            loss.backward()
+            found.append(loss.detach())
+        found += [p.grad.to_local().clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_idle(model)
+    return found + [p.to_local().detach() for p in model.parameters()]
+
+
+@distributed(2, 3, 4)
+@pytest.mark.parametrize(
+    "policy",
+    [MixedPrecisionPolicy(), MixedPrecisionPolicy(BF16, FP32), MixedPrecisionPolicy(BF16, BF16)],
+    ids=["float32", "bfloat16", "bfloat16 sums"],
+)
+def test_equals_messages_bit_by_bit(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
+    """Sums have the same order, whatever they come by."""
+    ours = results(ranks, policy, ranks.mesh())
+    with by_messages():
+        theirs = results(ranks, policy, ranks.mesh())
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs):
+        assert_same(one, other)
+
+
+@distributed(4)
+def test_equals_messages_with_replicas(ranks: Ranks) -> None:
+    """Shared memory inside each replica, the backend's sum over them."""
+    mesh = ranks.mesh(2, 2, names=("replicate", "shard"))
+    ours = results(ranks, MixedPrecisionPolicy(), mesh)
+    with by_messages():
+        theirs = results(ranks, MixedPrecisionPolicy(), mesh)
+    for one, other in zip(ours, theirs):
+        assert_same(one, other)
+
+
+@distributed(2)
+def test_explain_says_which(ranks: Ranks) -> None:
+    """From the first forward on: it finds out where the ranks are."""
+    model = fully_shard(Wide(), mesh=ranks.mesh())
+    model(torch.randn(2, 512)).sum().backward()
+    assert "shared memory" in str(fsdp2.explain(model))
+    with by_messages():
+        model = fully_shard(Wide(), mesh=ranks.mesh())
+        model(torch.randn(2, 512)).sum().backward()
+    assert "pairwise messages" in str(fsdp2.explain(model))
+
+
+@distributed(3)
+@pytest.mark.parametrize("what", ["_can_share", "_can_read", "_host"])
+def test_one_rank_elsewhere(ranks: Ranks, what: str) -> None:
+    """If one of them cannot share, all of them send messages."""
+    group = dist.new_group([0, 1, 2])
+    original = getattr(segments, what)
+    if ranks.rank == 1:
+        answers = {"_can_share": lambda: False, "_can_read": lambda *a: False, "_host": lambda: 7}
+        setattr(segments, what, answers[what])
+    try:
+        assert segments.meet(group) is None
+    finally:
+        setattr(segments, what, original)
+    assert segments.meet(dist.new_group([0, 1, 2])) is not None
+
+
+def our_files() -> int:
+    """Anonymous files of ours that this process has open or mapped."""
+    opened = sum(
+        "memfd:fsdp2" in os.readlink(entry)
+        for entry in Path("/proc/self/fd").iterdir()
+        if entry.is_symlink()
+    )
+    return opened + Path("/proc/self/maps").read_text().count("memfd:fsdp2")
+
+
+@distributed(2)
+def test_memory_is_used_again(ranks: Ranks) -> None:
+    """After the first steps no further segment is made, and none has a name on disk."""
+    model = shard(Wide(), mesh=ranks.mesh())
+    counts = []
+    for _ in range(8):
+        model(torch.randn(2, 512)).sum().backward()
+        counts.append(our_files())
+    assert 0 < counts[3] == counts[-1], counts
+    assert not [name for name in os.listdir("/dev/shm") if "fsdp2" in name]
+    assert_idle(model)
+
+
+@distributed(2)
+def test_two_models_in_turns(ranks: Ranks) -> None:
+    """Gathers of two roots under way at once have segments of their own."""
+    torch.manual_seed(0)
+    models = [Net(), Net()]
+    batch = token_batches(ranks.world_size, 1)[0][ranks.rank]
+    with torch.no_grad():
+        expected = [next_token_loss(model, batch) for model in models]
+    models = [shard(model, mesh=ranks.mesh()) for model in models]
+    for model in models:
+        for block in model.blocks:
+            block.unshard(async_op=True)
+    for model, loss in zip(models, expected):
+        with torch.no_grad():
+            assert_same(next_token_loss(model, batch), loss)
+        for module in model.modules():
+            if isinstance(module, fsdp2.FSDPModule):
+                module.reshard()
+        assert_idle(model)
