@@ -284,10 +284,11 @@ def trace(model: nn.Module) -> Iterator[Trace]:
 
         with fsdp2.trace(model) as events:
             model(x).sum().backward()
-        print(events)
+        print(events)             # the schedule
+        print(events.report())    # what was hidden, what was waited for, and why
     """
     states = _states_of(model, "trace")
-    events = Trace()
+    events = Trace(limit=max(state.limit for state in states))
     for state in states:
         state.set_trace(events)
     try:

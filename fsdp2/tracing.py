@@ -5,25 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from os import PathLike
 from time import perf_counter
 
+from fsdp2 import trace_views
+from fsdp2.events import Event
+from fsdp2.transfers import Transfer, transfers_of
 
-@dataclass(frozen=True)
-class Event:
-    """One thing that happened to one group."""
-
-    name: str
-    """``gather``, ``wait``, ``forward``, ``free``, ``keep part``, ``backward``, ``reduce``,
-    ``summed`` or ``reduced``."""
-    group: str
-    detail: str
-    at: float
-    """Seconds since the trace was switched on."""
-    seconds: float = 0.0
-    """How long the host was blocked."""
-
-    def __str__(self) -> str:
-        return f"{self.name:<8} {self.group}" + (f" ({self.detail})" if self.detail else "")
+__all__ = ["Event", "Trace", "waiting"]
 
 
 @dataclass
@@ -31,6 +20,8 @@ class Trace:
     """The events of one root, oldest first. ``str(trace)`` is one line each, without times."""
 
     events: list[Event] = field(default_factory=list)
+    limit: int = 2
+    """Groups in flight that were allowed."""
     _start: float = field(default_factory=perf_counter)
 
     def add(self, name: str, group: str, detail: str = "", seconds: float = 0.0) -> None:
@@ -47,6 +38,27 @@ class Trace:
     def exposed_seconds(self) -> float:
         """Time that this rank spent blocked on communication, not hidden behind compute."""
         return sum(event.seconds for event in self.events)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Every gather and reduction that was waited for, in the order of their ends."""
+        return transfers_of(self.events, self.limit)
+
+    def report(self) -> str:
+        """A table: for each group what was hidden, what was exposed, and why."""
+        return trace_views.table(self.transfers)
+
+    def write_perfetto(self, path: str | PathLike[str]) -> None:
+        """Write JSON that https://ui.perfetto.dev and ``chrome://tracing`` open."""
+        trace_views.write_perfetto(path, self.events, self.transfers)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw wire and host over time, to a file of any format that matplotlib knows.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed: ``pip install 'fsdp2[plot]'``.
+        """
+        trace_views.plot(path, self.events, self.transfers)
 
     def clear(self) -> None:
         """Start over, for the next step."""

@@ -64,6 +64,9 @@ ROOMS = [
     "nested",
     "policies",
     "tracing",
+    "trace_views",
+    "transfers",
+    "events",
     "errors",
     "_torch",
 ]
