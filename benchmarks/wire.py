@@ -1,0 +1,84 @@
+"""Step time and bytes sent by each host, of engines that take turns. Run it in a cluster:
+
+    python benchmarks/cluster.py --hosts 2 -- benchmarks/wire.py
+
+Bytes are read from the host's interface, with all that TCP and gloo add to them.
+"""
+
+import argparse
+import os
+import time
+from pathlib import Path
+from statistics import median
+
+import torch.distributed as dist
+
+import tables
+from compare import measure_times
+from engines import ENGINES, Setting, Trainer
+from models import SHAPES
+
+HEADER = ("engine", "step ms", "MB sent per step and host", "step / torch", "min-max", "loss")
+
+
+def sent_nbytes() -> int:
+    """By the interface that gloo uses; 0 where the kernel does not tell."""
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "lo") + ":"
+    counts = [line.split() for line in lines if line.strip().startswith(name)]
+    return int(counts[0][9]) if counts else 0
+
+
+def measure_sent(setting: Setting, engine: str, steps: int) -> float:
+    """Bytes that a host sent in one step, the mean over hosts and ``steps``."""
+    trainer = Trainer(engine, setting)
+    for _ in range(2):
+        trainer.step()
+    dist.barrier()
+    before = sent_nbytes()
+    for _ in range(steps):
+        trainer.step()
+    dist.barrier()
+    found: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(found, sent_nbytes() - before)
+    return sum(found) / len(found) / steps  # ranks of one host read the same counter
+
+
+def main() -> None:
+    """Every rank runs this, started by torchrun."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=SHAPES, default="14m")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
+    parser.add_argument("--sequence", type=int, default=64, help="tokens per sequence")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--engines", default="plain,ddp,torch,fsdp2")
+    options = parser.parse_args()
+    engines = options.engines.split(",")
+    if unknown := set(engines) - set(ENGINES):
+        parser.error(f"unknown engines {sorted(unknown)}; choose from {', '.join(ENGINES)}")
+    dist.init_process_group("gloo")
+    setting = Setting(options.model, options.dtype, options.batch, options.sequence, "cpu")
+    timings = measure_times(setting, engines, options.rounds, options.steps)
+    sent = {engine: measure_sent(setting, engine, options.steps) for engine in engines}
+    if dist.get_rank() == 0:
+        rows = []
+        for engine in engines:
+            timing, reference = timings[engine], timings.get("torch")
+            ratio, spread = "-", "-"
+            if reference is not None:
+                pairs = zip(timing.round_seconds(), reference.round_seconds(), strict=True)
+                ratios = [own / other for own, other in pairs]
+                ratio, spread = f"{median(ratios):.3f}", f"{min(ratios):.2f}-{max(ratios):.2f}"
+            step = f"{timing.median_step().step * 1e3:.1f}"
+            loss = f"{timing.loss:.4f}"
+            rows.append((engine, step, f"{sent[engine] / 1e6:.1f}", ratio, spread, loss))
+        print(f"{tables.machine()}; {dist.get_world_size()} ranks, {setting}\n")
+        print(tables.markdown(HEADER, rows))
+    time.sleep(0.3)  # gloo's threads let go of the last tensors that they sent
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
