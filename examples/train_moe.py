@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from corpus import load_corpus, random_windows
-from fsdp2 import fully_shard
+from fsdp2 import fully_shard, local_step
 from gpt import GPT, GPTConfig
 
 EXPERTS = 4
@@ -119,8 +119,8 @@ def main() -> None:
         block.mlp.router.reset_parameters()  # alike on all ranks
         fully_shard(block, mesh=everyone)
     fully_shard(model, mesh=everyone)
-    # PyTorch's foreach kernels take the DTensors of one mesh only.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    # On DTensors PyTorch's foreach kernels take the parameters of one mesh only.
+    optimizer = local_step(torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True))
     data = load_corpus().train
     for step in range(options.steps):
         tokens = random_windows(data, ranks * options.batch, 65, 0, step)

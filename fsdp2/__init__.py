@@ -35,10 +35,12 @@ if TYPE_CHECKING:
     from fsdp2.interop import use_in_torch as use_in_torch
     from fsdp2.module import FSDPModule as FSDPModule
     from fsdp2.module import UnshardHandle as UnshardHandle
+    from fsdp2.muon import Muon as Muon
     from fsdp2.placing import ShardPlacementResult as ShardPlacementResult
     from fsdp2.policies import CPUOffloadPolicy as CPUOffloadPolicy
     from fsdp2.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
     from fsdp2.policies import OffloadPolicy as OffloadPolicy
+    from fsdp2.stepping import local_step as local_step
     from fsdp2.tracing import Trace as Trace
     from fsdp2.whole import full_gradients as full_gradients
     from fsdp2.whole import full_parameters as full_parameters
@@ -52,6 +54,7 @@ _HOMES = {
     "DataParallelMeshDims": "_torch",
     "FSDPModule": "module",
     "MixedPrecisionPolicy": "policies",
+    "Muon": "muon",
     "NotGatheredError": "errors",
     "OffloadPolicy": "policies",
     "ReduceScatter": "custom",
@@ -64,6 +67,7 @@ _HOMES = {
     "full_gradients": "whole",
     "full_parameters": "whole",
     "fully_shard": "api",
+    "local_step": "stepping",
     "register_fsdp_forward_method": "api",
     "set_inflight_limit": "api",
     "share_comm_ctx": "api",

@@ -64,6 +64,7 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "Shard",
     "StridedShard",
     "UnshardHandle",
 ]
@@ -188,6 +189,21 @@ def post_accumulate_hooks(param: Tensor) -> Sequence[Callable[[Tensor], None]]:
     """The user's post-accumulate hooks, which nothing public can read. Since 2.1."""
     hooks = param._post_accumulate_grad_hooks
     return tuple(hooks.values()) if hooks else ()
+
+
+def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., object]:
+    """The ``step`` of an optimizer's class below the wrapper that runs the users' step hooks.
+
+    PyTorch marks the wrapper with ``hooked`` when the first optimizer of a class is made; the mark
+    is undocumented. Since 2.0.
+    """
+    step: Any = type(optimizer).step
+    return cast(Callable[..., object], step.__wrapped__ if hasattr(step, "hooked") else step)
+
+
+def with_step_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step`` in such a wrapper; it is a static method without documentation. Since 2.0."""
+    return torch.optim.Optimizer.profile_hook_step(step)
 
 
 def chunk_cat(tensors: Sequence[Tensor], num_chunks: int, out: Tensor) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 from math import prod
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -44,6 +45,17 @@ class ShardBuffer:
         )
         self._storage = self.memory.untyped_storage()
         self._sections = {id(section): self._typed(section) for section in layout.sections}
+        _shard_buffers.add(self)
+
+    @property
+    def starts(self) -> list[int]:
+        """The addresses at which parameters begin, in order, of those with rows on this rank."""
+        return sorted(
+            self.padded(section, slot).data_ptr()
+            for section in self.layout.sections
+            for slot in section.slots
+            if slot.rows.local_numel(self.rank)
+        )
 
     def _typed(self, section: Section) -> Tensor:
         return typed_view(
@@ -70,6 +82,16 @@ class ShardBuffer:
 
     def free(self) -> None:
         self._storage.resize_(0)
+
+
+_shard_buffers: WeakSet[ShardBuffer] = WeakSet()
+
+
+def shard_buffers() -> list[ShardBuffer]:
+    """Those that hold memory now, by address. Compilers' stand-ins have none."""
+    real = [buffer for buffer in _shard_buffers if type(buffer.memory) is Tensor]
+    found = [buffer for buffer in real if buffer.memory.data_ptr()]
+    return sorted(found, key=lambda buffer: buffer.memory.data_ptr())
 
 
 class FullBuffer:

@@ -150,6 +150,12 @@ def _names_of(shard: Tensor) -> tuple[str, str]:
     return cast(tuple[str, str], getattr(shard, NAMES, ("?", "?")))
 
 
+def name_of(shard: Tensor) -> str:
+    """The full name of a parameter, quoted; its shape where it has no name."""
+    name, _ = _names_of(shard)
+    return f"of shape {tuple(shard.shape)}" if name == "?" else f"'{name}'"
+
+
 def _explain(func: Any, shard: Tensor, tensors: list[Tensor]) -> str:
     name, group = _names_of(shard)
     shapes = [tuple(t.shape) for t in tensors if not isinstance(t, _torch.DTensor)]

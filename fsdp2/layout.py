@@ -219,7 +219,8 @@ def _plan_section(
     full_start_nbytes: int,
 ) -> Section:
     paths = {i: _path(specs[i], path_of) for i in members}
-    ordered = sorted(paths, key=lambda i: (list(Path).index(paths[i]), i))
+    # Vectors behind matrices: optimizers give them other options, and step on neighbours together.
+    ordered = sorted(paths, key=lambda i: (list(Path).index(paths[i]), len(specs[i].shape) < 2, i))
     first = specs[ordered[0]]
     rows = {i: Rows(specs[i].shape, world_size) for i in ordered}
     full_numel = _full_numel(specs, paths, [world_size, part_size or world_size])
