@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-import checkpoints
 from corpus import load_corpus, random_windows, spread_windows
-from fsdp2 import MixedPrecisionPolicy, fully_shard, trace
+from fsdp2 import MixedPrecisionPolicy, checkpoint, fully_shard, trace
 from gpt import GPT, GPTConfig
 from ranks import Ranks, alone, join, leave
 from report import Report, Row
@@ -134,6 +133,21 @@ def build_optimizer(model: GPT, options: Options) -> AdamW:
     return AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
 
 
+def resume(model: GPT, optimizer: Optimizer, options: Options, ranks: Ranks) -> int:
+    """Load the latest checkpoint, of any number of ranks; returns the step it was saved after."""
+    restored = checkpoint.load(
+        options.checkpoint_folder, model, optimizer, process_group=ranks.group
+    )
+    # Another number of heads fits the same tensors, and would train another model in silence.
+    saved, wanted = restored.extra_of(0)["config"], asdict(model.config)
+    if saved != wanted:
+        raise ValueError(
+            f"{restored.path} holds a model of {saved}, and this run asks for {wanted}; "
+            f"resume with the options that the checkpoint was made with"
+        )
+    return restored.step
+
+
 def set_learning_rate(optimizer: Optimizer, step: int, options: Options) -> None:
     """A linear rise, then half a cosine down to a twentieth."""
     total = options.schedule_steps or options.steps
@@ -195,8 +209,7 @@ def train(options: Options, ranks: Ranks) -> None:
     optimizer = build_optimizer(model, options)
     finished = 0
     if options.resume:
-        newest = checkpoints.latest(options.checkpoint_folder)
-        finished = checkpoints.load(newest, model, optimizer, ranks.group)
+        finished = resume(model, optimizer, options, ranks)
     report = Report(Path(options.out), finished, options.steps, active=ranks.rank == 0)
 
     for step in range(finished + 1, options.steps + 1):
@@ -219,8 +232,11 @@ def train(options: Options, ranks: Ranks) -> None:
         is_stopped = stopping > 0 and step < options.steps
         if step == options.steps or is_stopped:
             folder = options.checkpoint_folder
-            saved = checkpoints.save(folder, step, model, optimizer, ranks.group)
-            report.say(f"saved {saved}")
+            extra = {"config": asdict(model.config)}
+            saving = checkpoint.save(
+                folder, model, optimizer, step=step, extra=extra, process_group=ranks.group
+            )
+            report.say(f"saved {saving.path}")
         if is_stopped:
             report.say(f"stopped by a signal after step {step}; --resume continues")
             return

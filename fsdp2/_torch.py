@@ -88,6 +88,11 @@ The first is private; it is what ``.to(dtype)`` and autocast call. Since 1.12.
 """
 
 
+def default_store() -> dist.Store:
+    """Where the ranks of the default process group met. The function is private; since 1.9."""
+    return dist.distributed_c10d._get_default_store()
+
+
 def dtensor_spec(
     mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], dtype: torch.dtype
 ) -> DTensorSpec:

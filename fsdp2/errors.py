@@ -15,3 +15,7 @@ class NotGatheredError(UsageError, RuntimeError):
 
     DTensor itself raises ``RuntimeError`` for this.
     """
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read. All ranks raise it, with the same reason."""

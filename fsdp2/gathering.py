@@ -72,12 +72,18 @@ def gather(
             yield bucket, full if is_first(tensor.device_mesh) or not only_first else None
 
 
-def scatter(tensors: Sequence[_torch.DTensor], fulls: Sequence[Tensor | None]) -> None:
+def scatter(
+    tensors: Sequence[_torch.DTensor],
+    fulls: Sequence[Tensor | None],
+    at_most: int | None = None,
+) -> None:
     """Fill the local tensors from the full ones that the first rank of each mesh has.
 
-    The others pass None. Shapes and dtypes are those of ``tensors``.
+    The others pass None. Shapes are those of ``tensors``; other dtypes are cast. ``fulls`` is
+    asked for a tensor when it is sent. A bucket is all that is held beside it; ``at_most`` limits
+    its bytes further.
     """
-    for bucket in _in_buckets(tensors):
+    for bucket in _in_buckets(tensors, at_most):
         if isinstance(bucket, _Bucket):
             bucket.scatter(fulls)
         else:
@@ -86,7 +92,8 @@ def scatter(tensors: Sequence[_torch.DTensor], fulls: Sequence[Tensor | None]) -
             device = _device_of(tensor.device_mesh, local)
             if full is None:
                 full = torch.empty(tensor.shape, dtype=local.dtype, device=device)
-            received = _spread(full.to(device).contiguous(), tensor.device_mesh)
+            received = full.to(device=device, dtype=local.dtype).contiguous()
+            _spread(received, tensor.device_mesh)
             local.copy_(own_part(received, tensor))
 
 
@@ -173,9 +180,9 @@ class _Bucket:
         """Each with the byte of a row at which it starts."""
         self.row_nbytes = 0
 
-    def fits(self, piece: _Piece) -> bool:
+    def fits(self, piece: _Piece, limit: int) -> bool:
         nbytes = (self.row_nbytes + piece.nbytes) * self.world_size
-        return not self.pieces or nbytes <= BUCKET_NBYTES
+        return not self.pieces or nbytes <= limit
 
     def add(self, piece: _Piece) -> None:
         self.pieces.append((self.row_nbytes, piece))
@@ -214,9 +221,10 @@ class _Bucket:
     def scatter(self, fulls: Sequence[Tensor | None]) -> None:
         if not self.row_nbytes:
             return
-        own = self._bytes(self.row_nbytes)
+        sends = self._is_in_first_line and self.rank == 0
+        rows = self._bytes(self.world_size if sends else 0, self.row_nbytes)
+        own = rows[0] if sends else self._bytes(self.row_nbytes)
         if self._is_in_first_line:
-            rows = self._bytes(self.world_size if self.rank == 0 else 0, self.row_nbytes)
             for start, piece in self.pieces:
                 full = fulls[piece.index]
                 if full is not None:
@@ -227,8 +235,11 @@ class _Bucket:
             piece.local.copy_(piece.view(own, start, self.rank))
 
 
-def _in_buckets(tensors: Sequence[_torch.DTensor]) -> Iterator[_Bucket | int]:
+def _in_buckets(
+    tensors: Sequence[_torch.DTensor], at_most: int | None = None
+) -> Iterator[_Bucket | int]:
     """Buckets, and the indices of tensors that travel alone."""
+    limit = BUCKET_NBYTES if at_most is None else min(at_most, BUCKET_NBYTES)
     open_buckets: dict[_Wire, _Bucket] = {}
     for index, tensor in enumerate(tensors):
         dim = _only_split_dim(tensor)
@@ -242,7 +253,7 @@ def _in_buckets(tensors: Sequence[_torch.DTensor]) -> Iterator[_Bucket | int]:
         assert isinstance(placement, Shard)
         piece = _Piece(index, local, tuple(tensor.shape), placement.dim, group.size())
         bucket = open_buckets.get(wire)
-        if bucket is None or not bucket.fits(piece):
+        if bucket is None or not bucket.fits(piece, limit):
             if bucket is not None:
                 yield bucket
             bucket = open_buckets[wire] = _Bucket(wire)

@@ -18,6 +18,7 @@ from fsdp2.checks import (
     refuse_unjoined,
     warn_without_masters,
 )
+from fsdp2.dealing import deal_state_dict
 from fsdp2.find import Tie, is_container
 from fsdp2.guard import unguard_state_dict
 from fsdp2.late_ties import join_late_ties
@@ -71,6 +72,7 @@ class State(StageEnd):
             module.__dict__[_STATE] = self
             _torch.leave_state(module, self)
             module.register_state_dict_post_hook(unguard_state_dict)
+            module.register_load_state_dict_pre_hook(deal_state_dict)
             module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
 

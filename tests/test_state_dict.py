@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp2 import MixedPrecisionPolicy, fully_shard
+from fsdp2 import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from harness import Ranks, distributed
 from models import (
     Net,
@@ -140,6 +140,103 @@ def test_load_reports_keys(ranks: Ranks) -> None:
     assert_idle(model)
 
 
+@distributed(1, 2, 3)
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("after_a_step", [False, True])
+def test_load_full_tensors(ranks: Ranks, assign: bool, after_a_step: bool) -> None:
+    """The plain model's state dict loads as it is: each rank takes its own rows."""
+    plain = plain_net(1)
+    model = sharded_net(2, reshard_after_forward=False)
+    if after_a_step:
+        with torch.no_grad():
+            model(token_batches(1, 1)[0][0])  # leaves full parameters, which are stale then
+    state = plain.state_dict()
+    assert str(model.load_state_dict(state, assign=assign)) == "<All keys matched successfully>"
+    for param in model.parameters():
+        assert isinstance(param, DTensor)
+        local = param.to_local()
+        assert local.untyped_storage().data_ptr() not in {
+            value.untyped_storage().data_ptr() for value in state.values()
+        }
+    assert_same_params(model, plain)
+    assert_trains_like(model, plain, ranks)
+    model.reshard()
+    assert_idle(model)
+
+
+@distributed(2)
+def test_assigned_replicas_are_copies(ranks: Ranks) -> None:
+    """Also where a rank keeps all of a tensor: training does not write into the state dict."""
+    plain = plain_net(1)
+    dims = DataParallelMeshDims(replicate="all")
+    model = sharded_net(2, mesh=ranks.mesh(2, names=("all",)), dp_mesh_dims=dims)
+    state = plain.state_dict()
+    model.load_state_dict(state, assign=True)
+    assert_same_params(model, plain)
+    with torch.no_grad():
+        model.head.weight.add_(1)
+    assert_same(model.head.weight, state["head.weight"] + 1)
+    assert_idle(model)
+
+
+@distributed(4)
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_from_another_mesh(ranks: Ranks, assign: bool) -> None:
+    """DTensors over a 2-D mesh, split in both of its dims, load into shards over four ranks."""
+    plain = plain_net(1)
+    model = sharded_net(2)
+    mesh = ranks.mesh(2, 2, names=("rows", "columns"))
+    state = {
+        name: distribute_tensor(value, mesh, [Shard(0), Shard(value.ndim - 1)])
+        for name, value in plain.state_dict().items()
+    }
+    model.load_state_dict(state, assign=assign)
+    assert_same_params(model, plain)
+    assert_trains_like(model, plain, ranks)
+    assert_idle(model)
+
+
+@distributed(2)
+def test_load_full_into_meta(ranks: Ranks) -> None:
+    """Sharded on meta, and then assigned full tensors."""
+    plain = plain_net(1)
+    model = on_meta()
+    model.load_state_dict(plain.state_dict(), assign=True)
+    assert_same_params(model, plain)
+    assert_trains_like(model, plain, ranks)
+    assert_idle(model)
+
+
+@distributed(2)
+def test_load_full_names_what_does_not_fit(ranks: Ranks) -> None:
+    """A full tensor of another shape, and a missing or unknown key, are named as PyTorch does."""
+    model = sharded_net(1)
+    state = plain_net(1).state_dict()
+    state["head.weight"] = torch.zeros(3, 8)
+    state["blocks.0.up.wieght"] = state.pop("blocks.0.up.weight")
+    with pytest.raises(RuntimeError, match=r"size mismatch for head.weight"):
+        model.load_state_dict(state, strict=False)
+    with pytest.raises(RuntimeError, match=r'Missing key.*"blocks.0.up.weight"') as caught:
+        model.load_state_dict(state)
+    assert 'Unexpected key(s) in state_dict: "blocks.0.up.wieght"' in str(caught.value)
+    assert_idle(model)
+
+
+@distributed(3)
+def test_load_from_a_mesh_without_this_rank(ranks: Ranks) -> None:
+    """A DTensor that this rank has no part of is refused by name."""
+    mesh = torch.distributed.device_mesh.DeviceMesh("cpu", [0, 1])
+    model = sharded_net(1)
+    state = model.state_dict()
+    state["head.weight"] = distribute_tensor(torch.zeros(17, 8), mesh, [Shard(0)])
+    if ranks.rank == 2:
+        with pytest.raises(RuntimeError, match=r'"head.weight".*not in its mesh'):
+            model.load_state_dict(state)
+    else:
+        model.load_state_dict(state)
+    assert_idle(model)
+
+
 # ---- torch.distributed.checkpoint
 
 
@@ -219,6 +316,68 @@ def test_full_state_dict_on_rank_0(ranks: Ranks) -> None:
         for name, param in plain_net(1).named_parameters():
             assert_same(plain.get_parameter(name), param, name)
     assert_idle(model)
+
+
+@distributed(2)
+def test_full_optimizer_state(ranks: Ranks) -> None:
+    """The optimizer's states are gathered onto rank 0, and dealt out again from there."""
+    model, other = sharded_net(1), sharded_net(2)
+    optimizers = [torch.optim.AdamW(net.parameters(), lr=0.05) for net in (model, other)]
+    train(model, optimizers[0], token_batches(2, 2), ranks.rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch warns of what its own functions call
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        full = get_optimizer_state_dict(model, optimizers[0], options=options)
+        assert bool(full) == (ranks.rank == 0)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_optimizer_state_dict(other, optimizers[1], full, options=options)
+    for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        for key, value in optimizers[0].state[theirs].items():
+            assert_same(optimizers[1].state[ours][key], value, key)
+    assert_idle(model)
+
+
+@distributed(4)
+def test_checkpoint_of_empty_shards(ranks: Ranks, tmp_path: Path) -> None:
+    """More ranks than rows: those without a row save and load, optimizer included."""
+    [path] = _shared([str(tmp_path)])
+    models = [fully_shard(nn.Linear(2, 1), mesh=ranks.mesh()) for _ in range(2)]
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch's checkpoints warn of their own deprecations
+        states = [
+            {
+                "model": get_model_state_dict(model),
+                "optimizer": get_optimizer_state_dict(model, optimizer),
+            }
+            for model, optimizer in zip(models, optimizers, strict=True)
+        ]
+        dcp.save(states[0], checkpoint_id=path)
+        dcp.load(states[1], checkpoint_id=path)
+        set_optimizer_state_dict(models[1], optimizers[1], states[1]["optimizer"])
+    assert_same_params(models[1], models[0])
+    state = optimizers[1].state[models[1].weight]["exp_avg"]
+    assert_same(state, optimizers[0].state[models[0].weight]["exp_avg"])
+    assert_idle(models[1])
+
+
+@distributed(2)
+def test_async_save(ranks: Ranks, tmp_path: Path) -> None:
+    """`dcp.async_save` writes what the model held when it was called."""
+    [path] = _shared([str(tmp_path)])
+    model = sharded_net(1)
+    state = model.state_dict()
+    dcp.async_save(state, checkpoint_id=path).result()
+    other = sharded_net(2)
+    loaded = other.state_dict()
+    dcp.load(loaded, checkpoint_id=path)
+    other.load_state_dict(loaded)
+    assert_same_params(other, plain_net(1))
+    assert_idle(other)
 
 
 # ---- The meta device
