@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from fsdp2.custom import AllGather as AllGather
     from fsdp2.custom import Comm as Comm
     from fsdp2.custom import ReduceScatter as ReduceScatter
+    from fsdp2.deferred import deferred_init as deferred_init
     from fsdp2.errors import NotGatheredError as NotGatheredError
     from fsdp2.errors import UsageError as UsageError
     from fsdp2.explain import explain as explain
     from fsdp2.interop import use_in_torch as use_in_torch
+    from fsdp2.materializing import materialize as materialize
     from fsdp2.module import FSDPModule as FSDPModule
     from fsdp2.module import UnshardHandle as UnshardHandle
     from fsdp2.muon import Muon as Muon
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from fsdp2.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
     from fsdp2.policies import OffloadPolicy as OffloadPolicy
     from fsdp2.stepping import local_step as local_step
+    from fsdp2.syncing import sync_from_rank0 as sync_from_rank0
     from fsdp2.tracing import Trace as Trace
     from fsdp2.whole import full_gradients as full_gradients
     from fsdp2.whole import full_parameters as full_parameters
@@ -63,14 +66,17 @@ _HOMES = {
     "UnshardHandle": "module",
     "UsageError": "errors",
     "clip_grad_norm_": "clipping",
+    "deferred_init": "deferred",
     "explain": "explain",
     "full_gradients": "whole",
     "full_parameters": "whole",
     "fully_shard": "api",
     "local_step": "stepping",
+    "materialize": "materializing",
     "register_fsdp_forward_method": "api",
     "set_inflight_limit": "api",
     "share_comm_ctx": "api",
+    "sync_from_rank0": "syncing",
     "sync_replicas": "api",
     "trace": "api",
     "use_in_torch": "interop",

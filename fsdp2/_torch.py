@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 # Where PyTorch's composable functions leave their states on a module. Since 2.0.
 from torch.distributed._composable.contract import STATE_KEY
@@ -43,6 +45,9 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 # Container types that users registered with PyTorch's pytrees. Since 2.0.
 from torch.utils import _pytree
 
+# What sees every operator that runs inside it. Documented, in a private module; since 1.13.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 try:  # public, since 2.12
     from torch.distributed.fsdp import DataParallelMeshDims
 except ImportError:  # 2.11 has no such argument
@@ -64,8 +69,10 @@ __all__ = [
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
+    "OpOverload",
     "Shard",
     "StridedShard",
+    "TorchDispatchMode",
     "UnshardHandle",
 ]
 
@@ -273,3 +280,24 @@ def reduce_scatter_grouped(
 
 def all_to_all_into(group: dist.ProcessGroup, out: Tensor, source: Tensor) -> dist.Work:
     return _either(group, "all_to_all_single", "alltoall_base")(out, source, [], [])
+
+
+@cache
+def written_by(op: OpOverload) -> frozenset[str]:
+    """The arguments that an operator writes to. ``_schema`` is private; since 1.13."""
+    return frozenset(
+        argument.name
+        for argument in op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+@cache
+def argument_names(op: OpOverload) -> tuple[str, ...]:
+    """The names of an operator's arguments, positional ones first. As above."""
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What tells storages apart that have no memory. ``_cdata`` is private; since 2.0."""
+    return cast(int, tensor.untyped_storage()._cdata)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from fsdp2 import _torch
 from fsdp2._torch import DataParallelMeshDims
 from fsdp2.arguments import (
     check_ignored,
+    check_memory,
     check_mesh,
     check_modules,
     check_placement_fn,
@@ -21,10 +22,11 @@ from fsdp2.arguments import (
     frees_after_forward,
     part_size_of,
 )
+from fsdp2.copying import copy_module
 from fsdp2.errors import UsageError
 from fsdp2.find import find_params, names_of
 from fsdp2.guard import watch_steps
-from fsdp2.hooks import State, forward_method, name_groups, state_of, states_below
+from fsdp2.hooks import State, gather_in_method, name_groups, state_of, states_below
 from fsdp2.mesh import ShardMesh
 from fsdp2.module import FSDPModule
 from fsdp2.optimizers import watch_optimizers
@@ -137,6 +139,7 @@ def fully_shard(
     inner = [state for top in modules for state in states_below(top)]
     taken = {m for state in inner for m in state.modules}
     found = find_params(modules, Placing(owned, shard_placement_fn), ignored, taken)
+    check_memory(found.params)
     switches = Switches(frees_after_forward(reshard_after_forward), part_size is not None)
     group = ParamGroup(modules, found.params, owned, mp_policy, offload_policy, switches, part_size)
     joining = find_joins(group, found.ties, inner)
@@ -201,16 +204,9 @@ def _fsdp_class(cls: type) -> type:
     """``FSDP<Name>``: the class itself with :class:`FSDPModule` in front."""
     made = _classes.get(cls)
     if made is None:
-        body = {"__module__": cls.__module__, "__deepcopy__": _refuse_deepcopy}
+        body = {"__module__": cls.__module__, "__deepcopy__": copy_module}
         made = _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), body)
     return made
-
-
-def _refuse_deepcopy(self: nn.Module, memo: object) -> NoReturn:
-    raise UsageError(
-        f"FSDP does not support deepcopy of a sharded module ({type(self).__name__}); copy the "
-        "model before fully_shard, or its state_dict() after"
-    )
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -226,10 +222,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"{type(module).__name__} that computes like forward"
         )
     state = state_of(module)
-    if state is None:
-        return
-    bound = forward_method(state, method).__get__(module)
-    module.__dict__[method_name] = bound
+    if state is not None:
+        gather_in_method(state, module, method_name)
 
 
 def share_comm_ctx(modules: list[Any]) -> None:

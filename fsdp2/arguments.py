@@ -17,6 +17,7 @@ from fsdp2.hooks import state_of
 from fsdp2.mesh import ShardMesh, named_mesh, shard_mesh
 from fsdp2.policies import OffloadPolicy
 from fsdp2.quantising import WIRE_DTYPES
+from fsdp2.sharded_param import ShardedParam
 
 
 def check_modules(modules: list[nn.Module]) -> None:
@@ -57,6 +58,18 @@ def _refuse_pytorchs(top: nn.Module) -> None:
                 "torch.distributed.fsdp; one model takes one of the two: import fully_shard from "
                 "fsdp2 everywhere, or call fsdp2.use_in_torch() before anything is sharded"
             )
+
+
+def check_memory(params: list[ShardedParam]) -> None:
+    """One buffer holds the shards of a group: all of them have values, or none has."""
+    on_meta = [param.name for param in params if param.local.is_meta]
+    others = [param.name for param in params if not param.local.is_meta]
+    if on_meta and others:
+        raise UsageError(
+            f"parameter '{on_meta[0]}' is on the meta device and parameter '{others[0]}' of the "
+            "same group is not; build both under fsdp2.deferred_init() or on the meta device, or "
+            "give the first one its values before fully_shard"
+        )
 
 
 def check_mesh(mesh: object, dims: object) -> ShardMesh:

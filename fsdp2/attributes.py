@@ -51,6 +51,11 @@ class Attributes:
             return False
         return all(map(is_, _torch.locals_of(self._shards), self._locals))
 
+    def are_on_meta(self) -> bool:
+        """Whether some place holds a parameter without memory."""
+        found = (table.get(name) for table, name in self._places)
+        return any(shard is not None and shard.device.type == "meta" for shard in found)
+
     def remember(self) -> None:
         """What every place holds now is ours."""
         self._shards = [entry.param.shard for entry in self._entries]

@@ -5,9 +5,13 @@ from __future__ import annotations
 import warnings
 
 import torch
+from torch import nn
 
+from fsdp2.collectives import gather_values
+from fsdp2.emptied import held_below, is_untouched
 from fsdp2.errors import UsageError
 from fsdp2.find import Tie
+from fsdp2.mesh import ShardMesh
 from fsdp2.param_group import ParamGroup
 
 
@@ -33,6 +37,23 @@ def refuse_unjoined(group: ParamGroup, ties: list[Tie]) -> None:
             "is already managed by another fully_shard call, and no call around both was made "
             "that could own it: call fully_shard on a module that contains both, or on both "
             "together, fully_shard([a, b])"
+        )
+
+
+def refuse_untouched(modules: list[nn.Module], mesh: ShardMesh) -> None:
+    """After ``to_empty``, ranks agree on what is as empty as before. Tables have no error else."""
+    held = {name: tensor for top in modules for name, tensor in held_below(top).items()}
+    mine = [int(is_untouched(tensor)) for tensor in held.values()]
+    groups = [axis.group for axis in (mesh.shard, mesh.replicas) if axis.group is not None]
+    # A rank that has no rows of a parameter does not see it, and must not wait for the others.
+    everyone = gather_values(mine, groups, mesh.device)
+    names = [name for i, name in enumerate(held) if any(everyone[i :: len(held)])]
+    if names:
+        raise RuntimeError(
+            f"parameters and buffers {names} have memory from to_empty() and no values: nobody "
+            "initialised or loaded them. Non-persistent buffers are in no checkpoint, and "
+            "reset_parameters computes few of them: build the model under "
+            "fsdp2.deferred_init() and call fsdp2.materialize(model), or fill them by hand"
         )
 
 

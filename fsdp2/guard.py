@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 )
 
 from fsdp2 import _torch
+from fsdp2.drawing import can_draw, draw
 from fsdp2.errors import NotGatheredError
 
 NAMES = "_fsdp2_names"
@@ -38,6 +39,8 @@ _EMBEDDING = torch.ops.aten.embedding.default
 
 class GuardedShard(_torch.DTensor):
     """A DTensor whose class is set on a finished one; :func:`guard` does it.
+
+    On the CPU random numbers are drawn for the whole parameter, of which it keeps its rows.
 
     Views and casts of it are guarded too, since ``linear`` transposes its weight before it
     multiplies. Everything else that is computed from it is a plain ``DTensor``, and so are
@@ -64,6 +67,8 @@ class GuardedShard(_torch.DTensor):
         guarded = [tensor for tensor in tensors if type(tensor) is cls]
         if func is _EMBEDDING and len(guarded) < len(tensors):
             raise NotGatheredError(_explain(func, guarded[0], tensors))
+        if can_draw(func, guarded[0]) and args[0] is guarded[0]:
+            return draw(func, guarded[0], _names_of(guarded[0])[0], args[1:], kwargs)
         _set_class(guarded, _torch.DTensor)
         try:
             result = func(*args, **kwargs)

@@ -16,6 +16,7 @@ from fsdp2.checks import (
     refuse_meta,
     refuse_offloaded_on_device,
     refuse_unjoined,
+    refuse_untouched,
     warn_without_masters,
 )
 from fsdp2.dealing import deal_state_dict
@@ -40,6 +41,17 @@ class State(StageEnd):
     """What one ``fully_shard`` call left behind, one per call; ``fully_shard.state(module)``."""
 
     def __init__(self, modules: list[nn.Module], group: ParamGroup, follows_root: bool) -> None:
+        self.begin(modules, group, follows_root)
+        for module in modules:
+            module.__dict__[_STATE] = self
+            _torch.leave_state(module, self)
+            module.register_state_dict_post_hook(unguard_state_dict)
+            module.register_load_state_dict_pre_hook(deal_state_dict)
+            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
+
+    def begin(self, modules: list[nn.Module], group: ParamGroup, follows_root: bool) -> None:
+        """The state of modules that have its hooks already, or get them next."""
         self.modules = modules
         self.group = group
         self.follows_root = follows_root
@@ -68,13 +80,10 @@ class State(StageEnd):
         self.shared_streams: SharedStreams | None = None
         self._trace: Trace | None = None
         self._is_last_backward = True
-        for module in modules:
-            module.__dict__[_STATE] = self
-            _torch.leave_state(module, self)
-            module.register_state_dict_post_hook(unguard_state_dict)
-            module.register_load_state_dict_pre_hook(deal_state_dict)
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, with_kwargs=True, always_call=True)
+        self.is_emptied = False
+        """``to_empty`` gave it memory without values, and no forward has run since."""
+        self.forward_methods: list[tuple[nn.Module, str]] = []
+        """Further methods that gather, by module and name."""
 
     @property
     def policy(self) -> _torch.MixedPrecisionPolicy:
@@ -338,6 +347,8 @@ def start_root(state: State) -> Schedule:
     join_late_ties(state.group, groups)
     for group in groups:
         group.refresh()
+    if any(member.is_emptied for member in members):
+        refuse_untouched(state.modules, state.group.mesh)
     refuse_offloaded_on_device(groups)
     warn_without_masters(groups)
     check_replicas(groups)
@@ -368,8 +379,13 @@ def name_groups(roots: list[nn.Module], members: list[State]) -> None:
             param.rename(names)
 
 
-def forward_method(state: State, method: Callable[..., Any]) -> Callable[..., Any]:
-    """``method`` of an FSDP module, with what happens around its forward."""
+def gather_in_method(state: State, module: nn.Module, name: str) -> None:
+    """Let a method of an FSDP module do what happens around its forward."""
+    state.forward_methods.append((module, name))
+    module.__dict__[name] = _forward_method(state, getattr(module, name)).__get__(module)
+
+
+def _forward_method(state: State, method: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if state.group.step.running:

@@ -12,6 +12,7 @@ from torch import nn
 from fsdp2 import _torch
 from fsdp2.arguments import check_divide_factor
 from fsdp2.custom import AllGather, CustomComms, ReduceScatter, group_allocated
+from fsdp2.emptied import mark_below
 from fsdp2.errors import UsageError
 from fsdp2.hooks import State, state_of, states_below
 from fsdp2.param_group import ParamGroup
@@ -55,11 +56,24 @@ class FSDPModule(_torch.FSDPModule):
         else:
             yield self._get_fsdp_state()
 
+    def to_empty(self, *args: Any, **kwargs: Any) -> Any:
+        """As for any module; the first forward refuses what nobody has filled by then."""
+        found = super().to_empty(*args, **kwargs)  # type: ignore[misc]
+        mark_below(cast(nn.Module, self))
+        for state in self._states():
+            state.is_emptied = True
+        return found
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """``to``, ``cuda``, ``to_empty`` and so on change the shards; full ones would be stale."""
         for state in self._states():
             state.reshard()
-        return super(_torch.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        empty = [state.group for state in self._states() if state.group.attributes.are_on_meta()]
+        found = super(_torch.FSDPModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        for group in empty:
+            if not group.attributes.are_on_meta():
+                group.refresh()  # initialisers must meet shards that are ours
+        return found
 
     # Gather and free by hand
 

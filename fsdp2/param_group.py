@@ -92,7 +92,7 @@ class ParamGroup:
         """The call's mesh; single parameters may be dealt over others."""
         self.policy = policy
         self.offload = offload
-        self._part_size = part_size
+        self.part_size = part_size
         """Ranks that backward gathers over, if fewer than the shard mesh has."""
         self.channel = 0
         """A number of its own under its root: keeps the messages of groups apart."""
@@ -112,7 +112,7 @@ class ParamGroup:
         self._arrived: torch.Event | None = None
         self._versions: list[int] = []
         self.custom = CustomComms()
-        self._reduces_apart = False
+        self.reduces_apart = False
         self._deal(params)
 
     def _deal(self, params: list[ShardedParam]) -> None:
@@ -124,13 +124,13 @@ class ParamGroup:
             Portion(members, mesh, self.policy, self.offload, self._part_axis(mesh), self.custom)
             for mesh, members in (meshes or {self.mesh: []}).items()
         ]
-        self.separate_reductions(self._reduces_apart)
+        self.separate_reductions(self.reduces_apart)
         self.params = [param for portion in self.portions for param in portion.params]
         self.attributes = Attributes(self.params)
         self._lay_out()
 
     def _part_axis(self, mesh: ShardMesh) -> Axis | None:
-        size = self._part_size
+        size = self.part_size
         if size is None or mesh.world_size % size or not 1 < size < mesh.world_size:
             return None
         return part_group(mesh, size)
@@ -191,7 +191,7 @@ class ParamGroup:
 
     def separate_reductions(self, is_separate: bool) -> None:
         """Reduce over process groups of their own."""
-        self._reduces_apart = is_separate
+        self.reduces_apart = is_separate
         for portion in self.portions:
             portion.separate_reductions(is_separate)
 

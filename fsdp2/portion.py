@@ -105,6 +105,11 @@ class Portion:
         return isinstance(self._offload, CPUOffloadPolicy) and self.mesh.device.type != "cpu"
 
     @property
+    def home(self) -> torch.device:
+        """Where its shards live."""
+        return torch.device("cpu") if self.is_offloaded else self.mesh.device
+
+    @property
     def _pins(self) -> bool:
         return self.is_offloaded and bool(getattr(self._offload, "pin_memory", False))
 
@@ -170,8 +175,8 @@ class Portion:
         """Large parameters are gathered where they live, small ones share a staging block."""
         if self.transport is None:
             return Path.DIRECT
-        numel = torch.Size(spec.shape).numel()
-        shard_nbytes = numel * spec.compute_itemsize / self.mesh.world_size
+        full_nbytes = torch.Size(spec.shape).numel() * spec.compute_itemsize
+        shard_nbytes = full_nbytes / self.mesh.world_size
         if shard_nbytes < self.transport.pack_below_nbytes:
             return Path.PACKED
         assert isinstance(spec.compute, torch.dtype)

@@ -6,15 +6,12 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from fsdp2.checksums import checksum
 from fsdp2.collectives import gather_values
 from fsdp2.param_group import ParamGroup
 from fsdp2.portion import Portion
 from fsdp2.sharded_param import ShardedParam
-
-_CHUNK = 1 << 20
-_PRIME = 0x5BD1E995
 
 
 @torch.no_grad()
@@ -53,21 +50,6 @@ def _compare(portion: Portion, params: list[ShardedParam]) -> None:
             f"{mesh.mesh}; start all ranks from one seed or one checkpoint, or call "
             "fsdp2.sync_replicas(model) before the first forward"
         )
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """A 64-bit sum of the bits of ``tensor``, each weighted by its place."""
-    flat = tensor.contiguous().view(-1)
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).view(-1)
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = flat.view(integer[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(bits), _CHUNK):
-        piece = bits[start : start + _CHUNK].to(torch.int64)
-        places = torch.arange(start + 1, start + len(piece) + 1, device=tensor.device)
-        total += (piece * (places * _PRIME + 1)).sum()
-    return total
 
 
 @torch.no_grad()

@@ -13,20 +13,18 @@ The tensors of a parameter have these names everywhere:
 
 from __future__ import annotations
 
-from math import prod
 from typing import NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
 from fsdp2.errors import UsageError
 from fsdp2.guard import NAMES, guard
 from fsdp2.layout import Rows
 from fsdp2.mesh import ShardMesh
+from fsdp2.outer import data_dims, joint_layout
 
 OWNER = "_fsdp2_owner"
 """Left on a parameter that was sharded away: a weak reference to its ``ShardedParam``."""
@@ -120,22 +118,29 @@ class ShardedParam:
         dim = None if self.rows.is_scalar else self.dim
         mesh, placements = self.mesh.mesh, self.mesh.placements(dim)
         if self.outer is not None:
-            mesh, placements = _joint_layout(self.name, self.outer, self.mesh, dim)
+            mesh, placements = joint_layout(self.name, self.outer, self.mesh, dim)
         return _torch.dtensor_spec(mesh, placements, shape, self.dtype)
 
     def _make_shard(self, original: nn.Parameter, whole: Tensor) -> nn.Parameter:
         """Cut this rank's rows out of a full parameter."""
-        source = self._cut(whole)
-        nothing = torch.empty(0, dtype=self.dtype, device=whole.device)
-        shard = nn.Parameter(
-            _torch.dtensor(nothing, self.spec), requires_grad=original.requires_grad
-        )
-        _torch.set_local(shard, source)
+        return self.shard_over(self._cut(whole), original)
+
+    def shard_over(self, local: Tensor, like: nn.Parameter) -> nn.Parameter:
+        """A new shard over ``local``, with what users have put on the parameter ``like``."""
+        nothing = torch.empty(0, dtype=self.dtype, device=local.device)
+        shard = nn.Parameter(_torch.dtensor(nothing, self.spec), requires_grad=like.requires_grad)
+        _torch.set_local(shard, local)
         # A subclass keeps its data in attributes, all of which a detached one has too.
-        theirs = {"_local_tensor", "_spec", OWNER, NAMES, *original.detach().__dict__}
-        shard.__dict__.update({k: v for k, v in original.__dict__.items() if k not in theirs})
+        theirs = {"_local_tensor", "_spec", OWNER, NAMES, *like.detach().__dict__}
+        shard.__dict__.update({k: v for k, v in like.__dict__.items() if k not in theirs})
         setattr(shard, IS_SHARD, True)
         return shard
+
+    def replace(self, local: Tensor) -> None:
+        """Put a new shard over ``local`` in all places; the group adopts it when it refreshes."""
+        shard = self.shard_over(local, self.shard)
+        for place in self.places:
+            place.module._parameters[place.attribute] = shard
 
     def _cut(self, whole: Tensor) -> Tensor:
         if self.rows.is_scalar:
@@ -276,7 +281,7 @@ class ShardedParam:
         """This rank's part of a full gradient, summed over all meshes that are not ours."""
         if self.outer is None or not isinstance(gradient, _torch.DTensor):
             return gradient
-        ours = _data_dims(self.outer, self.mesh)
+        ours = data_dims(self.outer, self.mesh)
         wanted = [
             found if dim in ours and found.is_partial() else placement
             for dim, (found, placement) in enumerate(
@@ -307,88 +312,6 @@ def _moved(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
 
 def _restored(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
     return (*shape[1 : dim + 1], *shape[:1], *shape[dim + 1 :])
-
-
-# Parameters that others laid out before
-
-
-def _data_dims(outer: _torch.DTensorSpec, mesh: ShardMesh) -> tuple[int, ...]:
-    """The dimensions of the parameter's own mesh over which gradients are summed here."""
-    ours = mesh.data_names
-    return tuple(i for i, name in enumerate(outer.mesh.mesh_dim_names or ()) if name in ours)
-
-
-def _joint_layout(
-    name: str, outer: _torch.DTensorSpec, mesh: ShardMesh, dim: int | None
-) -> tuple[_torch.DeviceMesh, tuple[Placement, ...]]:
-    """The mesh and placements of the shards of a parameter that is a DTensor already."""
-    if mesh.spmd is not None:
-        joint = mesh.mesh
-        theirs = _spmd_placements(name, outer, mesh)
-    else:
-        joint = _concatenated(name, outer.mesh, mesh)
-        theirs = dict(enumerate(outer.placements, start=mesh.mesh.ndim))
-    found: list[Placement] = [theirs.get(i, Replicate()) for i in range(joint.ndim)]
-    if dim is not None and mesh.shard_dim is not None:
-        behind = range(mesh.shard_dim + 1, joint.ndim)
-        sizes = [joint.size(i) for i in behind if found[i].is_shard(dim)]
-        found[mesh.shard_dim] = _torch.shard_of(dim, prod(sizes))
-    return joint, tuple(found)
-
-
-def _spmd_placements(name: str, outer: _torch.DTensorSpec, mesh: ShardMesh) -> dict[int, Placement]:
-    """Of the dimensions that are not data parallel, by their place in the shards' mesh."""
-    if outer.mesh != mesh.spmd:
-        raise UsageError(
-            f"parameter '{name}' must be a DTensor on the same mesh as the argument mesh, "
-            f"{mesh.spmd}, when dp_mesh_dims is given; its mesh is {outer.mesh}"
-        )
-    names = mesh.mesh.mesh_dim_names or ()
-    theirs: dict[int, Placement] = {}
-    for own_name, placement in zip(outer.mesh.mesh_dim_names or (), outer.placements):
-        if own_name not in mesh.data_names:
-            theirs[names.index(own_name)] = placement
-        elif not placement.is_replicate():
-            raise UsageError(
-                f"Expected Replicate() for parameter '{name}' on the data-parallel mesh dim "
-                f"'{own_name}' but got {placement}; fully_shard itself splits it there"
-            )
-    return theirs
-
-
-def _concatenated(name: str, theirs: _torch.DeviceMesh, mesh: ShardMesh) -> _torch.DeviceMesh:
-    if theirs.device_type != mesh.mesh.device_type:
-        raise ValueError(
-            f"parameter '{name}': Requires DTensor to have mesh of the same type as the FSDP mesh "
-            f"but got {theirs.device_type} for DTensor and {mesh.mesh.device_type} for FSDP"
-        )
-    theirs, root = _cut_from(_torch.root_mesh(mesh.mesh), theirs), _torch.root_mesh(mesh.mesh)
-    if not theirs.mesh_dim_names or not mesh.mesh.mesh_dim_names:
-        raise UsageError(
-            f"parameter '{name}' is a DTensor on {theirs} and fully_shard deals it over "
-            f"{mesh.mesh}: both need names to be put together; cut both from one "
-            "init_device_mesh(..., mesh_dim_names=...)"
-        )
-    if _torch.root_mesh(theirs) != root:
-        raise UsageError(
-            f"parameter '{name}' is a DTensor on {theirs}, which is not cut from the same mesh as "
-            f"{mesh.mesh}; cut both from one init_device_mesh(..., mesh_dim_names=...)"
-        )
-    if set(theirs.mesh_dim_names or ()) & set(mesh.mesh.mesh_dim_names or ()):
-        raise UsageError(
-            f"parameter '{name}' is a DTensor on {theirs}, which shares a dimension with the "
-            f"data-parallel mesh {mesh.mesh}; for a mesh that holds both pass dp_mesh_dims"
-        )
-    return _torch.concatenated([mesh.mesh, theirs])
-
-
-def _cut_from(root: _torch.DeviceMesh, mesh: _torch.DeviceMesh) -> _torch.DeviceMesh:
-    """The part of ``root`` that equals ``mesh``: DTensors may hold an equal part of another."""
-    names = mesh.mesh_dim_names
-    if names and set(names) <= set(root.mesh_dim_names or ()):
-        part = root if names == root.mesh_dim_names else root[names]
-        return part if part == mesh else mesh
-    return mesh
 
 
 def _described(value: Tensor | None) -> str:

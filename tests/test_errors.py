@@ -757,25 +757,6 @@ CASES = {
         "Linear",
         r"nn.Parameter|parameters\(\)",
     ),
-    # Copies
-    "deepcopy": Case(
-        lambda ranks, shard: copy.deepcopy(shard(small())),
-        (AssertionError,),
-        "FSDPSequential",
-        "deepcopy of a sharded module",
-        r"copy the model before fully_shard, or its state_dict\(\) after",
-        "FSDP does not support deepcopy",
-        as_in_pytorch=True,
-    ),
-    "deepcopy from above": Case(
-        lambda ranks, shard: copy.deepcopy(nn.ModuleList([shard(small())])),
-        (AssertionError,),
-        "FSDPSequential",
-        "deepcopy of a sharded module",
-        r"copy the model before fully_shard, or its state_dict\(\) after",
-        "FSDP does not support deepcopy",
-        as_in_pytorch=True,
-    ),
     # Steps
     "optimizer built before": Case(
         train_with_an_old_optimizer,
@@ -1282,3 +1263,12 @@ def test_optimizers_that_are_right_are_left_alone(ranks: Ranks) -> None:
         changed = [not torch.equal(*p) for p in zip(before, net.parameters(), strict=True)]
         assert all(changed), changed
     assert_idle(model)
+
+
+@distributed(2)
+def test_real_and_meta_parameters_in_one_group(ranks: Ranks) -> None:
+    """One buffer would lose the values of one or invent those of the other."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="meta"))
+    with pytest.raises(fsdp2.UsageError, match=r"'1\.weight' is on the meta device.*'0\.weight'"):
+        fully_shard(model, mesh=ranks.mesh())
+    assert type(model[0].weight) is nn.Parameter
