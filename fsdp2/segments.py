@@ -21,6 +21,9 @@ from fsdp2.collectives import gather_values
 
 SMALLEST_NBYTES = 1 << 16
 
+_NUMBER_BITS = 12
+"""An exchange has long ended on all ranks when its number comes again."""
+
 
 class Segment:
     """Memory that this rank writes and its peers read."""
@@ -56,6 +59,8 @@ class Segments:
         self._serials = count()
         self._own: list[Segment] = []
         self._mapped: dict[tuple[int, int], Tensor] = {}
+        self._exchanges: dict[int, int] = {}
+        """By channel, how many there were."""
 
     def take(self, nbytes: int) -> Segment:
         """One whose exchange is over.
@@ -73,6 +78,16 @@ class Segments:
             self._own.append(segment)
         segment.is_in_use = True
         return segment
+
+    def number(self, channel: int) -> int:
+        """Of the next exchange of a channel, alike on all ranks.
+
+        One that an exception left behind has messages that nobody takes: they must not be
+        taken for those of the next one.
+        """
+        found = self._exchanges.get(channel, 0)
+        self._exchanges[channel] = found + 1
+        return (channel << _NUMBER_BITS) + found % (1 << _NUMBER_BITS)
 
     def of_peer(self, peer: int, address: Tensor) -> Tensor:
         """What a peer has announced, as bytes."""

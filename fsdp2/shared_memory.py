@@ -19,9 +19,9 @@ from fsdp2.layout import ALIGNMENT
 from fsdp2.pairwise import Pairwise
 from fsdp2.segments import Segments, meet
 
-_WRITTEN = 0x5D3 << 16
-_READ = 0x5D4 << 16
-"""Tags of the two messages."""
+_WRITTEN = 1 << 28
+_READ = 2 << 28
+"""The two messages: the numbers of exchanges are added to make their tags."""
 
 _CACHED_NBYTES = 1 << 19
 """Sums of more than two terms are made in pieces that stay in a core's cache."""
@@ -106,25 +106,25 @@ class Announcement:
         self.memory = self._segment.memory
         self._group = group
         self._peers = peers
-        self._channel = channel
+        number = segments.number(channel)
+        self._written, self._read = _WRITTEN + number, _READ + number
         self._arrivals: list[tuple[int, Tensor, dist.Work]] = []
         # Receives first: a message that finds its buffer posted is not announced twice.
         for peer in peers:
             address = torch.empty_like(self._segment.address)
-            work = group.recv([address], peer, _WRITTEN + channel)
+            work = group.recv([address], peer, self._written)
             self._arrivals.append((peer, address, work))
         # Nobody looks at what an answer says.
-        answers = [group.recv([torch.empty(1)], peer, _READ + channel) for peer in peers]
+        answers = [group.recv([torch.empty(1)], peer, self._read) for peer in peers]
         self._segment.messages += answers
 
     def _send(self, message: Tensor, peer: int, tag: int) -> None:
-        work = self._group.send([message], peer, tag + self._channel)
-        self._segment.messages.append(work)
+        self._segment.messages.append(self._group.send([message], peer, tag))
 
     def send(self) -> None:
         """What this rank contributes is written."""
         for peer in self._peers:
-            self._send(self._segment.address, peer, _WRITTEN)
+            self._send(self._segment.address, peer, self._written)
 
     def arrivals(self) -> Iterator[tuple[int, Tensor]]:
         """Each peer and its memory, as soon as it has written."""
@@ -133,7 +133,7 @@ class Announcement:
             yield peer, self._segments.of_peer(peer, address)
 
     def have_read(self, peer: int) -> None:
-        self._send(torch.empty(1), peer, _READ)
+        self._send(torch.empty(1), peer, self._read)
 
     def end(self) -> None:
         """This rank has read all that it needs."""

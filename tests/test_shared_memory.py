@@ -151,3 +151,23 @@ def test_two_models_in_turns(ranks: Ranks) -> None:
             if isinstance(module, fsdp2.FSDPModule):
                 module.reshard()
         assert_idle(model)
+
+
+@distributed(2)
+def test_what_an_exception_left_behind(ranks: Ranks) -> None:
+    """A model that is dropped in the middle of a step does not confuse the next one."""
+    x = torch.randn(2, 512)
+    for _ in range(3):
+        dropped = shard(Wide(), mesh=ranks.mesh())
+        dropped(x).sum().backward()
+        for block in dropped.blocks:
+            block.unshard(async_op=True)  # nobody waits for them
+        del dropped
+        torch.manual_seed(0)
+        model = Wide()
+        expected = model(x).detach()
+        shard(model, mesh=ranks.mesh())
+        out = model(x)
+        assert_same(out.detach(), expected)
+        out.sum().backward()
+        assert_idle(model)
