@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from fsdp2.policies import CPUOffloadPolicy as CPUOffloadPolicy
     from fsdp2.policies import MixedPrecisionPolicy as MixedPrecisionPolicy
     from fsdp2.policies import OffloadPolicy as OffloadPolicy
+    from fsdp2.safetensors_io import load_safetensors as load_safetensors
+    from fsdp2.safetensors_io import save_safetensors as save_safetensors
     from fsdp2.stepping import local_step as local_step
     from fsdp2.syncing import sync_from_rank0 as sync_from_rank0
     from fsdp2.tracing import Trace as Trace
@@ -71,9 +73,11 @@ _HOMES = {
     "full_gradients": "whole",
     "full_parameters": "whole",
     "fully_shard": "api",
+    "load_safetensors": "safetensors_io",
     "local_step": "stepping",
     "materialize": "materializing",
     "register_fsdp_forward_method": "api",
+    "save_safetensors": "safetensors_io",
     "set_inflight_limit": "api",
     "share_comm_ctx": "api",
     "sync_from_rank0": "syncing",

@@ -25,8 +25,9 @@ from fsdp2.arguments import (
 from fsdp2.copying import copy_module
 from fsdp2.errors import UsageError
 from fsdp2.find import find_params, names_of
+from fsdp2.forward_methods import gather_in_method
 from fsdp2.guard import watch_steps
-from fsdp2.hooks import State, gather_in_method, name_groups, state_of, states_below
+from fsdp2.hooks import State, name_groups, state_of, states_below
 from fsdp2.mesh import ShardMesh
 from fsdp2.module import FSDPModule
 from fsdp2.optimizers import watch_optimizers

@@ -10,7 +10,7 @@ away takes its calls with it, and nothing waits for their backward.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import ref
 
 
@@ -40,3 +40,26 @@ class OpenCalls:
 
     def __bool__(self) -> bool:
         return any(reference() is not None for reference in self._calls)
+
+
+@dataclass
+class Step:
+    """What happened to a group since the last backward ended. The schedule's notes."""
+
+    running: int = 0
+    """Forward calls of its modules under way."""
+    ran: bool = False
+    """A forward with gradients has used it: all ranks will reduce it."""
+    calls: OpenCalls = field(default_factory=OpenCalls)
+    """Forward calls whose backward has not left the group's modules yet."""
+    in_backward: bool = False
+    """Its backward has begun and its full parameters were not freed since."""
+    is_settled: bool = False
+    """Its gradients were handed in once in this backward."""
+
+    def end_backward(self, is_last: bool) -> None:
+        """``is_last`` is false while more backwards of the same step are to come."""
+        self.in_backward = self.is_settled = False
+        if is_last:
+            self.ran = False
+            self.calls = OpenCalls()

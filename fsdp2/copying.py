@@ -15,7 +15,8 @@ from torch import nn
 
 from fsdp2.checks import refuse_unjoined
 from fsdp2.errors import UsageError
-from fsdp2.hooks import State, gather_in_method, state_of, states_below
+from fsdp2.forward_methods import gather_in_method
+from fsdp2.hooks import State, state_of, states_below
 from fsdp2.module import FSDPModule
 from fsdp2.param_group import ParamGroup
 from fsdp2.sharded_param import IS_SHARD, ShardedParam

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -19,6 +19,7 @@ from fsdp2.checks import (
     refuse_untouched,
     warn_without_masters,
 )
+from fsdp2.compiling import untraced
 from fsdp2.dealing import deal_state_dict
 from fsdp2.find import Tie, is_container
 from fsdp2.guard import unguard_state_dict
@@ -28,6 +29,7 @@ from fsdp2.param_group import GroupState, ParamGroup
 from fsdp2.pipelining import StageEnd
 from fsdp2.replicas import check_replicas
 from fsdp2.schedule import DEFAULT_LIMIT, Phase, Schedule
+from fsdp2.second_order import gather_behind
 from fsdp2.sharded_param import ShardedParam
 from fsdp2.streams import SharedStreams, Streams
 from fsdp2.tracing import Trace
@@ -91,6 +93,7 @@ class State(StageEnd):
 
     # Forward
 
+    @untraced
     def pre_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Args:
         schedule = self.schedule or start_root(self)
         if self.is_root and not self.group.step.running:
@@ -154,11 +157,7 @@ class State(StageEnd):
         assert schedule is not None
         if schedule.phase is not Phase.BACKWARD:
             self.group.step.calls.add(call)
-
-        def passed(gradient: Tensor) -> None:
-            if call.passed_in != schedule.backwards:  # a graph may be walked more than once
-                call.passed_in = schedule.backwards
-                schedule.passed(self.group, call)
+        passed = partial(self.passed, call)
 
         def alias(tensor: Tensor) -> Tensor:
             if not tensor.requires_grad:
@@ -171,6 +170,7 @@ class State(StageEnd):
             return (alias(args[0]),), kwargs
         return map_tensors(alias, args), map_tensors(alias, kwargs) if kwargs else kwargs
 
+    @untraced
     def post_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> Any:
@@ -199,29 +199,15 @@ class State(StageEnd):
         """Gather when the gradient of an output arrives. True if one can."""
         tensors = (output,) if isinstance(output, Tensor) else tensors_in(output)
         found = False
-
-        def pre_backward(gradient: Tensor) -> None:
-            self.pre_backward(call)
-
         for tensor in tensors:
             if tensor.requires_grad:
                 found = True
-                tensor.register_hook(pre_backward)
+                tensor.register_hook(partial(self.pre_backward, call))
                 base = _torch.base_of(tensor)
                 if base is not None and base.grad_fn is not None:
-                    self._hook_base(base, call)
+                    # An in-place change of a view drops the view's hook, not its base's.
+                    base.register_hook(partial(self.pre_backward_of_base, call))
         return found
-
-    def _hook_base(self, base: Tensor, call: Call) -> None:
-        """An in-place change of an output that is a view drops the view's hook, not its base's."""
-
-        def pre_backward(gradient: Tensor) -> None:
-            assert self.schedule is not None
-            # A base from outside may be older than the call's own graph: then it is too late.
-            if call.passed_in != self.schedule.backwards:
-                self.pre_backward(call)
-
-        base.register_hook(pre_backward)
 
     # The names under which PyTorch's own `register_fsdp_forward_method` reaches the two
 
@@ -235,9 +221,30 @@ class State(StageEnd):
 
     # Backward
 
-    def pre_backward(self, call: Call) -> None:
+    @untraced
+    def pre_backward(self, call: Call, gradient: Tensor) -> None:
+        """The gradient of an output of ``call`` has arrived."""
         assert self.schedule is not None
         self.schedule.enter_backward(self.group, call, self.backward_prefetch)
+        gather_behind(gradient, self.schedule, self.group)
+
+    @untraced
+    def pre_backward_of_base(self, call: Call, gradient: Tensor) -> None:
+        """The same for what an output is a view of."""
+        assert self.schedule is not None
+        # A base from outside may be older than the call's own graph: then it is too late.
+        if call.passed_in != self.schedule.backwards:
+            self.schedule.enter_backward(self.group, call, self.backward_prefetch)
+
+    @untraced
+    def passed(self, call: Call, gradient: Tensor) -> None:
+        """The gradient of an input of ``call`` is asked for: its own backward is over."""
+        schedule = self.schedule
+        assert schedule is not None
+        if call.passed_in != schedule.backwards:  # a graph may be walked more than once
+            call.passed_in = schedule.backwards
+            schedule.passed(self.group, call)
+        gather_behind(gradient, schedule, self.group)
 
     # By hand
 
@@ -377,25 +384,3 @@ def name_groups(roots: list[nn.Module], members: list[State]) -> None:
         for param in group.params:
             param.group_name = group.name
             param.rename(names)
-
-
-def gather_in_method(state: State, module: nn.Module, name: str) -> None:
-    """Let a method of an FSDP module do what happens around its forward."""
-    state.forward_methods.append((module, name))
-    module.__dict__[name] = _forward_method(state, getattr(module, name)).__get__(module)
-
-
-def _forward_method(state: State, method: Callable[..., Any]) -> Callable[..., Any]:
-
-    def wrapped(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if state.group.step.running:
-            return method(*args, **kwargs)  # forward itself calls it
-        args, kwargs = state.pre_forward(module, args, kwargs)
-        output = None
-        try:
-            output = method(*args, **kwargs)
-        finally:
-            output = state.post_forward(module, args, kwargs, output)
-        return output
-
-    return wrapped

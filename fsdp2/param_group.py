@@ -17,7 +17,6 @@ parameters, and what it returns gives them to the shards.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from enum import Enum
 from weakref import ref
 
@@ -27,7 +26,8 @@ from torch import Tensor, nn
 from fsdp2 import _torch
 from fsdp2.attributes import Attributes
 from fsdp2.buffers import Staging
-from fsdp2.calls import OpenCalls
+from fsdp2.calls import Step
+from fsdp2.compiling import untraced
 from fsdp2.custom import CustomComms
 from fsdp2.mesh import Axis, ShardMesh, part_group
 from fsdp2.policies import OffloadPolicy, Switches, input_dtype
@@ -44,29 +44,6 @@ class GroupState(Enum):
     ARRIVING = "arriving"
     FULL = "full"
     PART = "kept in part"
-
-
-@dataclass
-class Step:
-    """What happened to a group since the last backward ended. The schedule's notes."""
-
-    running: int = 0
-    """Forward calls of its modules under way."""
-    ran: bool = False
-    """A forward with gradients has used it: all ranks will reduce it."""
-    calls: OpenCalls = field(default_factory=OpenCalls)
-    """Forward calls whose backward has not left the group's modules yet."""
-    in_backward: bool = False
-    """Its backward has begun and its full parameters were not freed since."""
-    is_settled: bool = False
-    """Its gradients were handed in once in this backward."""
-
-    def end_backward(self, is_last: bool) -> None:
-        """``is_last`` is false while more backwards of the same step are to come."""
-        self.in_backward = self.is_settled = False
-        if is_last:
-            self.ran = False
-            self.calls = OpenCalls()
 
 
 class ParamGroup:
@@ -388,6 +365,7 @@ def _gradient_hook(group: ParamGroup, index: int) -> Callable[[Tensor], None]:
     """A hook on a full parameter. Python cannot collect a cycle that runs through a hook."""
     reference = ref(group)
 
+    @untraced
     def hook(full: Tensor) -> None:
         group = reference()
         if group is not None:

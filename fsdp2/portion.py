@@ -116,8 +116,7 @@ class Portion:
     def _shard_device(self) -> torch.device:
         """Where parameters are now, or the host if that is where they belong."""
         device = self.params[0].local.device if self.params else self.mesh.device
-        is_on_host = self.is_offloaded and device.type != "meta"
-        return torch.device("cpu") if is_on_host else device
+        return self.home if self.is_offloaded and device.type != "meta" else device
 
     @torch.no_grad()
     def lay_out(self) -> None:

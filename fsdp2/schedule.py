@@ -16,14 +16,14 @@ time and nothing else.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from enum import Enum
 
 from fsdp2 import _torch
-from fsdp2.calls import Call
+from fsdp2.calls import Call, Step
 from fsdp2.collectives import gather_values
+from fsdp2.compiling import untraced
 from fsdp2.order import Order, enclosing
-from fsdp2.param_group import GroupState, ParamGroup, Step
+from fsdp2.param_group import GroupState, ParamGroup
 from fsdp2.streams import Streams
 from fsdp2.tracing import Trace, waiting
 from fsdp2.under_way import UnderWay
@@ -98,7 +98,7 @@ class Schedule:
         if group.needs_gather:
             self.start_gather(group, "on demand")
         if group.state is GroupState.ARRIVING:
-            with self._waiting("wait", group):
+            with waiting(self.trace, "wait", group.name):
                 group.finish_gather(self.streams)
 
     def free(self, group: ParamGroup) -> None:
@@ -181,7 +181,7 @@ class Schedule:
             if self._is_checking_forward:
                 self._check_same_order(group.channel)
             self._advance(self.forward_order, group)
-        if self.phase is Phase.BACKWARD and self._recomputed not in (None, group):
+        if self._recomputed not in (None, group):
             self._free_recomputed()
         # A part that was kept for a backward which never came is as stale as a full group.
         is_kept = group.state is not GroupState.SHARDED and group.step.running == 1
@@ -226,9 +226,11 @@ class Schedule:
         group.step.ran |= needs_backward
         if needs_backward and not group.waiting:
             group.expect_gradients()
-        if self.phase is Phase.BACKWARD:
+        if self.phase is Phase.BACKWARD or (needs_backward and _torch.in_backward()):
+            # Activation checkpointing; around the root, reentrant, no backward of ours has begun.
             if not group.step.in_backward and group.switches.reshard_after_forward:
-                self._free_recomputed()
+                if self._recomputed is not group:
+                    self._free_recomputed()
                 self._recomputed = group
             return
         if self.phase is Phase.FORWARD:
@@ -257,8 +259,7 @@ class Schedule:
         self, group: ParamGroup, call: Call, explicit: list[ParamGroup] | None
     ) -> None:
         """The gradient of an output of one call of the group has arrived."""
-        if self.phase is not Phase.BACKWARD:
-            self._begin_backward()
+        self.begin_backward()
         self._leave_newer(call.ended, group)
         self._entered[group] = min(call.started, self._entered.get(group, call.started))
         if group.step.in_backward:
@@ -277,7 +278,10 @@ class Schedule:
             self._note("backward", group)
         self._prefetch(group, self.backward_order, explicit)
 
-    def _begin_backward(self) -> None:
+    def begin_backward(self) -> None:
+        """Autograd reached the first of our hooks, or another."""
+        if self.phase is Phase.BACKWARD:
+            return
         self._phase_around = self.phase
         self.phase = Phase.BACKWARD
         self.backwards += 1
@@ -315,8 +319,7 @@ class Schedule:
 
     def gradients_complete(self, group: ParamGroup) -> None:
         """Every trainable parameter of the group has a gradient."""
-        if self.phase is not Phase.BACKWARD:
-            self._begin_backward()
+        self.begin_backward()
         group.expect_gradients()
         self._hand_in(group)
 
@@ -332,9 +335,7 @@ class Schedule:
         self._note("reduce", group)
         self.reductions.start(group, self.streams, self.trace)
 
-    def _waiting(self, event: str, group: ParamGroup) -> AbstractContextManager[object]:
-        return waiting(self.trace, event, group.name)
-
+    @untraced
     def end_backward(self) -> None:
         """Called by autograd when it has no more to do."""
         if self._is_checking_backward:
