@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from fsdp2 import _torch
 from fsdp2.checks import refuse_unjoined
 from fsdp2.errors import UsageError
 from fsdp2.forward_methods import gather_in_method
@@ -48,7 +49,9 @@ def copy_module(self: nn.Module, memo: Memo) -> nn.Module:
     for each in states:
         memo[id(each)] = State.__new__(State)
         for param in each.group.params:
-            memo[id(param.shard)] = param.shard_over(param.local, param.shard)
+            # The copied group's buffer takes the rows over, but for what has no place in it.
+            local = param.local.clone() if param.has_own_form else param.local
+            memo[id(param.shard)] = param.shard_over(local, param.shard)
             if param.full is not None:
                 memo[id(param.full)] = None  # an attribute while it is gathered; taken out below
     for module in state.modules:
@@ -125,6 +128,7 @@ def _copy_param(param: ShardedParam, memo: Memo) -> ShardedParam:
     for place in made.places:
         place.module.__dict__.pop(place.attribute, None)
     made.shard = memo[id(param.shard)]
+    made.local = _torch.local_of(made.shard)
     made.full = None
     made.accumulated = None
     return made

@@ -265,6 +265,22 @@ def test_methods_given_to_a_shard_by_hand(ranks: Ranks) -> None:
     assert_idle(model)
 
 
+@distributed(2)
+def test_a_deep_copy_has_rows_of_its_own(ranks: Ranks) -> None:
+    """Of the same class, and independent."""
+    model = with_narrow_weights(nn.Sequential(nn.Linear(6, 4)))
+    fully_shard(model, mesh=ranks.mesh())
+    before = whole(model[0].weight).clone()
+    made = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(made.parameters(), lr=1.0)
+    made(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    assert type(made[0].weight._local_tensor) is Narrow
+    assert_same(whole(model[0].weight), before)
+    assert_same(whole(made[0].weight), before - 2)
+    assert_idle(made)
+
+
 class Half(Narrow):
     fsdp_post_all_gather = property()  # type: ignore[assignment]
 
