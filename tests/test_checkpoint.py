@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from fsdp2 import UsageError, checkpoint, fully_shard
-from fsdp2.checkpoint import CheckpointError, saving, storage
+from fsdp2.checkpoint import CheckpointError, folders, saving, storage
 from harness import Ranks, distributed, run
 from models import (
     Block,
@@ -456,3 +456,27 @@ def test_core_does_not_import_it() -> None:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_a_replaced_step_is_never_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ended between the two renames of a replacement, the former checkpoint is still the latest."""
+    folders.start(tmp_path, 1)
+    first = folders.finish(tmp_path, 1, {"which": "first"}, keep=None)
+    rename = Path.rename
+
+    def ends(self: Path, target: Path) -> Path:
+        if self.suffix == ".unfinished":
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    folders.start(tmp_path, 1)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Path, "rename", ends)
+        folders.finish(tmp_path, 1, {"which": "second"}, keep=None)
+    assert not first.exists()
+    assert folders.read_manifest(checkpoint.latest(tmp_path))["which"] == "first"
+    folders.start(tmp_path, 1)
+    assert folders.read_manifest(checkpoint.latest(tmp_path))["which"] == "first"
+    assert folders.finish(tmp_path, 1, {"which": "third"}, keep=1) == first
+    assert folders.read_manifest(checkpoint.latest(tmp_path))["which"] == "third"
+    assert list(tmp_path.iterdir()) == [first]

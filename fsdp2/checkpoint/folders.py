@@ -17,6 +17,7 @@ _FORMAT = 1
 _PIECE = 1 << 24
 _UNFINISHED = ".unfinished"
 _REMOVED = ".removed"
+_REPLACED = ".replaced"
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -50,7 +51,13 @@ def complete(folder: Path) -> list[Path]:
 
 
 def _finished(folder: Path) -> list[Path]:
-    return [path.parent for path in folder.glob(f"step-*/{MANIFEST}") if not path.parent.suffix]
+    found = [path.parent for path in folder.glob(f"step-*/{MANIFEST}")]
+    return [path for path in found if not path.suffix or _is_all_that_is_left(path)]
+
+
+def _is_all_that_is_left(path: Path) -> bool:
+    """Of a step whose checkpoint was about to be replaced when the process ended."""
+    return path.suffix == _REPLACED and not path.with_suffix("").exists()
 
 
 # Writing
@@ -59,9 +66,10 @@ def _finished(folder: Path) -> list[Path]:
 def start(folder: Path, step: int) -> Path:
     """Remove what earlier saves left unfinished, and return the folder to write into."""
     folder.mkdir(parents=True, exist_ok=True)
-    for suffix in (_UNFINISHED, _REMOVED):
+    for suffix in (_UNFINISHED, _REMOVED, _REPLACED):
         for path in folder.glob(f"step-*{suffix}"):
-            shutil.rmtree(path, ignore_errors=True)
+            if not _is_all_that_is_left(path):
+                shutil.rmtree(path, ignore_errors=True)
     unfinished = unfinished_folder(folder, step)
     unfinished.mkdir()
     return unfinished
@@ -78,17 +86,21 @@ def give_up(folder: Path, step: int) -> None:
 def finish(folder: Path, step: int, manifest: Mapping[str, Any], keep: int | None) -> Path:
     """Give what was written its name, at once and for good; then remove the oldest beyond ``keep``.
 
-    A crash at any point leaves the former checkpoint or this one complete.
+    A crash at any point leaves the former checkpoint or this one complete; one that this
+    replaces goes by another name for a moment, under which it is found.
     """
     unfinished, path = unfinished_folder(folder, step), step_folder(folder, step)
-    before = [each for each in complete(folder) if each != path]
-    replaced = read_sequence(path)
-    last = max([replaced, *(read_sequence(each) for each in before)])
+    former = path.with_suffix(_REPLACED)
+    found = complete(folder)
+    before = [each for each in found if each not in (path, former)]
+    last = max(map(read_sequence, found), default=0)
     _write_manifest(unfinished, {**manifest, "sequence": last + 1})
     if path.exists():
-        _remove(path)
+        shutil.rmtree(former, ignore_errors=True)
+        path.rename(former)
     unfinished.rename(path)
     _sync(folder)
+    shutil.rmtree(former, ignore_errors=True)
     for old in before[: max(0, len(before) + 1 - keep)] if keep is not None else ():
         _remove(old)
     return path
