@@ -11,8 +11,7 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import TypeVar
@@ -127,20 +126,6 @@ def _from_all_ranks(value: T) -> list[T]:
     return values
 
 
-@contextmanager
-def _memory_goes_back_when_freed() -> Iterator[None]:
-    """Make glibc of the processes started here map each large block by itself.
-
-    By default it raises that limit as blocks are freed and then keeps freed
-    memory, and the resident size says little about what an engine holds.
-    """
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "131072"
-    try:
-        yield
-    finally:
-        del os.environ["MALLOC_MMAP_THRESHOLD_"]
-
-
 def _row(engine: str, timing: Timing, peak: int, reference: Timing | None) -> tuple[str, ...]:
     parts = [f"{seconds * 1e3:.1f}" for seconds in timing.median_step()]
     waited = "-" if timing.waited is None else f"{timing.waited * 1e3:.1f}"
@@ -184,7 +169,7 @@ def main() -> None:
     timings: dict[str, Timing] = on_ranks(
         ranks, setting.device, measure_times, setting, engines, options.rounds, options.steps
     )
-    with _memory_goes_back_when_freed():
+    with memory.goes_back_when_freed():
         peaks: dict[str, int] = {
             engine: on_ranks(ranks, setting.device, measure_peak, setting, engine, 3)
             for engine in engines

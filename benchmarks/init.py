@@ -15,7 +15,7 @@ from torch import nn
 
 import fsdp2
 from launch import on_ranks
-from memory import peak_nbytes, reset_peak, resident_nbytes
+from memory import goes_back_when_freed, peak_nbytes, reset_peak, resident_nbytes
 from models import GPT, Shape
 from tables import machine, markdown
 
@@ -96,11 +96,12 @@ def main() -> None:
     parser.add_argument("--way", choices=WAYS, action="append", help="one of them; default: all")
     chosen = parser.parse_args()
     shape = SIZES[chosen.size]
-    rows = [
-        row(way, ranks, on_ranks(ranks, "cpu", measure, way, shape))
-        for ranks in map(int, chosen.ranks.split(","))
-        for way in chosen.way or WAYS
-    ]
+    with goes_back_when_freed():
+        rows = [
+            row(way, ranks, on_ranks(ranks, "cpu", measure, way, shape))
+            for ranks in map(int, chosen.ranks.split(","))
+            for way in chosen.way or WAYS
+        ]
     numel = sum(param.numel() for param in on_meta(shape).parameters())
     print(f"{machine()}; {numel / 1e6:.0f} M parameters, float32\n")
     header = ["way", "ranks", "build s", "shard s", "fill s", "all s", "peak MB", "held MB"]

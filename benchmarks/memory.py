@@ -1,12 +1,30 @@
 """The peak memory of this process since a chosen moment."""
 
+import os
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
+_MAPS = Path("/proc/self/smaps")
+
+
+@contextmanager
+def goes_back_when_freed() -> Iterator[None]:
+    """Make glibc of the processes started here map each large block by itself.
+
+    By default it raises that limit as blocks are freed and then keeps freed
+    memory, and the resident size says little about what an engine holds.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "131072"
+    try:
+        yield
+    finally:
+        del os.environ["MALLOC_MMAP_THRESHOLD_"]
 
 
 def resident_nbytes(device: str) -> int:
@@ -21,7 +39,7 @@ def peak_nbytes(device: str) -> int:
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
     if _STATUS.exists():
-        return _status_nbytes("VmHWM")
+        return _status_nbytes("VmHWM") - _counted_elsewhere_nbytes()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -31,6 +49,22 @@ def reset_peak(device: str) -> None:
         torch.cuda.reset_peak_memory_stats()
     elif _CLEAR.exists():
         _CLEAR.write_text("5")  # Linux: makes VmHWM the present VmRSS
+
+
+def _counted_elsewhere_nbytes() -> int:
+    """Of the pages that ranks of this machine share: each rank counts its part of them.
+
+    As of now, which for segments of shared memory that are used again is as of the peak.
+    """
+    found = 0
+    is_shared = False
+    for line in _MAPS.read_text().splitlines() if _MAPS.exists() else ():
+        name, _, value = line.partition(":")
+        if "-" in name:  # the line of a mapping, with its file
+            is_shared = "memfd:" in line
+        elif is_shared and name in ("Rss", "Pss"):
+            found += (1 if name == "Rss" else -1) * int(value.split()[0]) * 1024
+    return found
 
 
 def _status_nbytes(field: str) -> int:

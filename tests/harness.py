@@ -267,6 +267,7 @@ def _answer(ranks: Ranks, payload: bytes) -> bytes:
             warnings.simplefilter("error")
             result = body(ranks, *call.args, **call.kwargs)
             gc.collect()
+            gc.freeze()  # what the body has imported: dynamo alone is a second of every walk
         if (after := _global_state()) != before:
             changed = {name: value for name, value in after.items() if value != before[name]}
             raise AssertionError(f"the body left global state changed: {changed}")
