@@ -134,7 +134,7 @@ def group_allocated(mesh: ShardMesh) -> CustomComms:
 class Custom:
     """The transport of a group with a collective of the user's; the other one stays ours."""
 
-    name = "custom"
+    name = "custom messages"
     pack_below_nbytes = sys.maxsize
     prefers_grouping = "a custom collective takes one flat tensor"
     codes_gradients = False

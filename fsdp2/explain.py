@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fsdp2.api import _states_of
+from fsdp2.custom import Custom
 from fsdp2.gradients import ReductionPlan
 from fsdp2.hooks import State
 from fsdp2.layout import Path, Section, Slot
@@ -122,7 +123,7 @@ def _report(state: State) -> GroupReport:
         shards_nbytes += portion.layout.shard_nbytes * portion.mesh.world_size
     padding = sum(report.padding_nbytes for report in params)
     transports = [portion.transport for portion in group.portions if portion.transport]
-    names = sorted({f"{transport.name} messages" for transport in transports})
+    names = sorted({transport.name for transport in transports})
     return GroupReport(
         name=group.name,
         world_size=group.mesh.world_size,
@@ -179,7 +180,7 @@ def _gather_reason(portion: Portion, section: Section, slot: Slot) -> str:
     limit = transport.pack_below_nbytes
     if slot.path is Path.MOVED:
         return f"moved{cast}: split along dim {slot.dim}, copied into place behind the gather"
-    if slot.path is Path.PACKED and transport.name == "custom":
+    if slot.path is Path.PACKED and transport.name == Custom.name:
         return f"packed{cast}: {transport.prefers_grouping}"
     if slot.path is Path.PACKED:
         return f"packed{cast}: its shard is below {limit:,} B; {transport.prefers_grouping}"

@@ -17,7 +17,7 @@ from fsdp2.collectives import GatherPlan, Pending, Source, Works
 class Grouped:
     """The backend's collectives, one call for all blocks of a group."""
 
-    name = "grouped"
+    name = "grouped messages"
     pack_below_nbytes = 256 << 10
     prefers_grouping = "the backend's cost per collective, and NCCL's per operation in a call"
     codes_gradients = False

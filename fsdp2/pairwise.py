@@ -22,7 +22,7 @@ _TAG_BASE = 0x5D2 << 16
 class Pairwise:
     """Send and receive between all pairs of ranks, received in place and summed in rank order."""
 
-    name = "pairwise"
+    name = "pairwise messages"
     pack_below_nbytes = 64 << 10
     prefers_grouping = "a message costs about as much as 64 KiB on the wire"
     codes_gradients = False

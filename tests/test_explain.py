@@ -63,7 +63,7 @@ class TestText(TestCase):
             texts[0][1],
             """\
 root: 3 parameters over 3 ranks, kept after forward
-  shard 176,064 B, full 624,128 B, padding 192,056 B (36.4%), pairwise messages, limit 3 in flight
+  shard 176,064 B, full 624,128 B, padding 192,056 B (36.4%), shared memory, limit 3 in flight
   scale (), rows 1/1/1, torch.float32 -> torch.float32 -> torch.float32
     gather: replicated: it has no rows, so every rank keeps it
     reduction: packed: exchanged in torch.float32, summed in torch.float32, its gradient goes to every rank
@@ -74,7 +74,7 @@ root: 3 parameters over 3 ranks, kept after forward
     gather: packed: its shard is below 65,536 B; a message costs about as much as 64 KiB on the wire
     reduction: none: it is frozen
 body: 2 parameters over 3 ranks, freed after forward
-  shard 48 B, full 128 B, padding 20 B (13.9%), pairwise messages, limit 3 in flight
+  shard 48 B, full 128 B, padding 20 B (13.9%), shared memory, limit 3 in flight
   body.weight (5, 4), rows 2/2/1, torch.float32 -> torch.bfloat16 -> torch.float32
     gather: packed after a cast: its shard is below 65,536 B; a message costs about as much as 64 KiB on the wire
     reduction: packed: exchanged in torch.bfloat16, summed in torch.float32, small like its shard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torchao.float8 import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
 )
+from torchao.optim import AdamW8bit
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard
@@ -104,3 +106,31 @@ def test_it_is_named_in_explain(ranks: Ranks) -> None:
     fully_shard(model, mesh=ranks.mesh())
     text = str(fsdp2.explain(model))
     assert "as WeightWithDynamicFloat8CastTensor says" in text
+
+
+@distributed(2, 3)
+def test_8_bit_optimizer_states(ranks: Ranks) -> None:
+    """The unsharded model's numbers, also where rows do not divide."""
+    for rows, columns in ((64, 256), (1601, 256)):
+        torch.manual_seed(0)
+        model = nn.Linear(columns, rows)
+        expected = copy.deepcopy(model)
+        fully_shard(model, mesh=ranks.mesh())
+        pairs = [(each, AdamW8bit(each.parameters(), lr=1e-2)) for each in (model, expected)]
+        x = torch.randn(8, columns)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's, about torchao's classes
+            for _ in range(3):
+                for each, optimizer in pairs:
+                    each(x).square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        (_, ours), (_, theirs) = pairs
+        for mine, other in zip(model.parameters(), expected.parameters()):
+            kinds = [
+                type(getattr(each, "_local_tensor", each))
+                for each in (ours.state[mine]["exp_avg"], theirs.state[other]["exp_avg"])
+            ]
+            assert kinds[0] is kinds[1], (rows, columns, kinds)
+            # Blocks of 256 numbers share a scale, and begin where a rank's rows begin.
+            torch.testing.assert_close(mine.full_tensor(), other.detach(), rtol=0, atol=2e-3)
