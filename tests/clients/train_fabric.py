@@ -11,6 +11,7 @@ from side_by_side import Report, compare, fingerprint, options, sharded_by
 from small_net import batch, shard, small_net
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
 
 ACCUMULATED = 2
 
@@ -33,10 +34,19 @@ class Training:
         self.fabric.launch()
         with self.fabric.init_module(empty_init=chosen.meta):
             model = small_net(seed)
-        torch.manual_seed(seed)  # what was made on meta gets its values in setup
         self.model = self.fabric.setup(model)
+        if chosen.meta:
+            self.start_alike(seed)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.optimizer = self.fabric.setup_optimizers(optimizer)
+
+    def start_alike(self, seed: int) -> None:
+        """Setup has initialised the shards: from other numbers with each of the two engines."""
+        whole = small_net(seed).state_dict()
+        with torch.no_grad():
+            for name, param in self.model.module.named_parameters():
+                mesh, placements = param.device_mesh, param.placements
+                param.copy_(distribute_tensor(whole[name], mesh, placements))
 
     def steps(self, first: int, last: int) -> list[float]:
         """The loss of every batch and the norm of the gradients of every step."""
