@@ -90,6 +90,8 @@ __all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> object:
+    if name == "checkpoint":  # a folder of its own, which few runs of a test or a notebook need
+        return import_module("fsdp2.checkpoint")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'fsdp2' has no attribute '{name}'")

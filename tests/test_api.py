@@ -317,3 +317,13 @@ def test_former_root_is_freed_inside_another(ranks: Ranks) -> None:
     assert not isinstance(model[2].weight, DTensor)
     output.sum().backward()
     assert_idle(model)
+
+
+def test_checkpoint_needs_no_import_of_its_own() -> None:
+    """``import fsdp2`` is enough for ``fsdp2.checkpoint.save``, and does not load it."""
+    code = (
+        "import sys, fsdp2\n"
+        "assert 'fsdp2.checkpoint' not in sys.modules\n"
+        "assert fsdp2.checkpoint.save is sys.modules['fsdp2.checkpoint'].save\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
