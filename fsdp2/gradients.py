@@ -86,6 +86,7 @@ class ReductionPlan:
                 c for c in gradients.by_path(Path.PACKED, Path.REPLICATED) if c.slot.rows.numel
             ],
             views=[self._view(column) for column in gradients.columns],
+            coded=frozenset(s.index for s in section.slots if self._is_coded(s, compute)),
         )
 
     def _is_coded(self, slot: Slot, compute: torch.dtype) -> bool:
@@ -243,8 +244,8 @@ class ReductionPlan:
         for column in plan.direct:
             chunk = column.slot.rows.chunk_numel
             out = buffer.narrow(0, column.offset, chunk)
-            is_coded = self._is_coded(column.slot, plan.compute)
-            sources.append(Source(full[column.slot.index].view(-1), chunk, out, is_coded))
+            index = column.slot.index
+            sources.append(Source(full[index].view(-1), chunk, out, index in plan.coded))
         packed = self._pack(plan, full, missing, staging, wire)
         packed_numel = plan.gradients.packed_numel
         out = buffer.narrow(0, plan.gradients.packed_offset, packed_numel)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fsdp2.layout import ALIGNMENT
+from fsdp2.layout import align
 
 WIRE_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 
@@ -39,10 +39,10 @@ class WireFormat:
     block: int
 
     def nbytes(self, numel: int) -> int:
-        return _align(self._scales_start(numel) + -(-numel // self.block) * _SCALE_NBYTES)
+        return align(self._scales_start(numel) + -(-numel // self.block) * _SCALE_NBYTES, 1)
 
     def _scales_start(self, numel: int) -> int:
-        return _align(numel)
+        return align(numel, 1)
 
     @property
     def _largest(self) -> float:
@@ -101,7 +101,3 @@ def parameter_format(dtype: torch.dtype, shape: tuple[int, ...]) -> WireFormat:
 
 def gradient_format(dtype: torch.dtype) -> WireFormat:
     return WireFormat(dtype, BLOCK_NUMEL)
-
-
-def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT

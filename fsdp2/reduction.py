@@ -75,6 +75,8 @@ class SectionPlan(NamedTuple):
     direct: list[GradientColumn]
     packed: list[GradientColumn]
     views: list[GradientView]
+    coded: frozenset[int]
+    """Parameters whose gradients may travel quantised, if they travel by themselves."""
 
 
 class ReducedSection(NamedTuple):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.collectives import GatherPlan, Pending, Source
-from fsdp2.layout import ALIGNMENT
+from fsdp2.layout import align
 from fsdp2.pairwise import Pairwise
 from fsdp2.segments import Segments, meet
 
@@ -240,7 +240,7 @@ def _places(each_nbytes: Sequence[int]) -> tuple[list[int], int]:
     at = 0
     for nbytes in each_nbytes:
         places.append(at)
-        at += -(-nbytes // ALIGNMENT) * ALIGNMENT
+        at = align(at + nbytes, 1)
     return places, at
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.collectives import GatherPlan, Pending, Transport
-from fsdp2.layout import ALIGNMENT
+from fsdp2.layout import align
 from fsdp2.quantising import WireFormat
 
 
@@ -60,7 +60,7 @@ class SideBlocks:
         at = 0
         for nbytes in each_nbytes:
             starts.append(at)
-            at += -(-world_size * nbytes // ALIGNMENT) * ALIGNMENT
+            at = align(at + world_size * nbytes, 1)
         self.nbytes = at
         memory = torch.empty(at, dtype=torch.uint8, device=device)
         self.storage = memory.untyped_storage()
