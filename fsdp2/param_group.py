@@ -29,6 +29,7 @@ from fsdp2.buffers import Staging
 from fsdp2.calls import Step
 from fsdp2.compiling import untraced
 from fsdp2.custom import CustomComms
+from fsdp2.errors import UsageError
 from fsdp2.mesh import Axis, ShardMesh, part_group
 from fsdp2.policies import OffloadPolicy, Switches, input_dtype
 from fsdp2.portion import Portion
@@ -151,8 +152,10 @@ class ParamGroup:
         """Communicate through the user's collectives. The full parameters are made anew.
 
         Raises:
+            UsageError: The policy quantises what travels, which these collectives do not.
             RuntimeError: Something under way still needs the present ones.
         """
+        self._check_not_quantised(custom)
         if self.step.ran or self.is_accumulating or self.has_partial_sums:
             raise RuntimeError(
                 f"'{self.name}': its collectives are exchanged while a forward waits for its "
@@ -165,6 +168,16 @@ class ParamGroup:
         for portion in self.portions:
             portion.use(custom)
         self._note_layout()
+
+    def _check_not_quantised(self, custom: CustomComms) -> None:
+        for field in ("all_gather_dtype", "exchange_dtype"):
+            dtype = getattr(self.policy, field, None)
+            if custom.is_set and dtype is not None:
+                raise UsageError(
+                    f"'{self.name}': its MixedPrecisionPolicy has {field}={dtype}, but custom "
+                    f"collectives carry everything unquantised; leave {field} out, or the custom "
+                    "collective"
+                )
 
     def separate_reductions(self, is_separate: bool) -> None:
         """Reduce over process groups of their own."""

@@ -467,3 +467,19 @@ def test_what_is_no_collective_is_refused(ranks: Ranks, setter: str, wrong: Any)
     """A function lacks ``allocate``, and a class is not an object of it."""
     with pytest.raises(TypeError, match=r"allocate\(\) and __call__\(\)"):
         getattr(fully_shard(nn.Linear(3, 3)), setter)(wrong)
+
+
+@distributed(2)
+@pytest.mark.parametrize("setter", ["set_custom_all_gather", "set_custom_reduce_scatter"])
+@pytest.mark.parametrize("field", ["all_gather_dtype", "exchange_dtype"])
+def test_what_travels_quantised_is_not_carried(ranks: Ranks, setter: str, field: str) -> None:
+    """A policy that quantises is not silently ignored; the group goes on without the custom
+    collective."""
+    policy = fsdp2.MixedPrecisionPolicy(**{field: torch.int8})
+    model = fully_shard(nn.Linear(512, 512), mp_policy=policy)
+    comm = OurGather() if setter == "set_custom_all_gather" else OurScatter()
+    with pytest.raises(ValueError, match=f"'Linear': its MixedPrecisionPolicy has {field}"):
+        getattr(model, setter)(comm)
+    model(torch.ones(2, 512)).sum().backward()
+    assert model.weight.grad is not None
+    assert not comm.calls
