@@ -51,19 +51,28 @@ def reset_peak(device: str) -> None:
         _CLEAR.write_text("5")  # Linux: makes VmHWM the present VmRSS
 
 
+def shared_nbytes() -> int:
+    """This rank's part of the pages of memory that ranks of this machine share, as of now."""
+    return _shared_pages("Pss")
+
+
 def _counted_elsewhere_nbytes() -> int:
     """Of the pages that ranks of this machine share: each rank counts its part of them.
 
     As of now, which for segments of shared memory that are used again is as of the peak.
     """
+    return _shared_pages("Rss") - _shared_pages("Pss")
+
+
+def _shared_pages(field: str) -> int:
     found = 0
     is_shared = False
     for line in _MAPS.read_text().splitlines() if _MAPS.exists() else ():
         name, _, value = line.partition(":")
         if "-" in name:  # the line of a mapping, with its file
             is_shared = "memfd:" in line
-        elif is_shared and name in ("Rss", "Pss"):
-            found += (1 if name == "Rss" else -1) * int(value.split()[0]) * 1024
+        elif is_shared and name == field:
+            found += int(value.split()[0]) * 1024
     return found
 
 

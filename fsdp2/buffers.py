@@ -136,6 +136,8 @@ class Filling:
         self._own_sources: list[Tensor] = []
         self.blocks: list[Tensor] = []
         """What a gather fills: ``(world_size, n)``, own row first filled by us."""
+        self.own_rows: list[Tensor] = []
+        """Aligned with ``blocks``: this rank's rows in the shard buffer, cast or not."""
         self._packed: list[PackedBlock] = []
         self._moved: list[Tensor] = []
         """Full parameters that are split along another dimension than the first."""
@@ -170,8 +172,7 @@ class Filling:
     def _plan_direct(self, index: int, section: Section, slot: Slot, world_size: int) -> None:
         block = self._full.at(index, slot.block_offset, world_size, slot.rows.chunk_numel)
         if block.numel():
-            self.blocks.append(block)
-            self._fill_own(block[self._rank], self._shards.padded(section, slot))
+            self._add_block(block, self._shards.padded(section, slot))
 
     def _plan_moved(self, index: int, section: Section, slot: Slot, world_size: int) -> None:
         rows = slot.rows
@@ -190,11 +191,22 @@ class Filling:
         slots = section.by_path(Path.PACKED)
         ranks = section.packed_ranks
         block = self._full.at(index, section.staging_offset, world_size, section.packed_numel)
-        self.blocks.append(block)
-        self._fill_own(block[self._rank], self._shards.packed(section))
+        self._add_block(block, self._shards.packed(section))
         sizes = [slot.rows.chunk_numel for slot in slots]
         outs = [self._full.at(index, s.full_offset, ranks, s.rows.chunk_numel) for s in slots]
         self._packed.append(PackedBlock(block[:ranks], sizes, outs))
+
+    def _add_block(self, block: Tensor, source: Tensor) -> None:
+        self.blocks.append(block)
+        self.own_rows.append(source)
+        self._fill_own(block[self._rank], source)
+
+    @property
+    def lendable(self) -> list[Tensor]:
+        """``own_rows``, if they are what the blocks hold, bit by bit; else nothing."""
+        pairs = list(zip(self.own_rows, self.blocks))
+        is_same = len(pairs) == len(self.blocks) and all(r.dtype == b.dtype for r, b in pairs)
+        return self.own_rows if is_same else []
 
     def _fill_own(self, own: Tensor, source: Tensor) -> None:
         self._own.append(own)

@@ -16,6 +16,7 @@ on every rank. It knows nothing of parameters. There are two for several ranks, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -47,6 +48,17 @@ class Pending(Protocol):
     def wait(self) -> None: ...
 
 
+class Lent(ABC):
+    """Communication whose bytes peers read in place: they stay until ``take_back`` returns."""
+
+    @abstractmethod
+    def wait(self) -> None: ...
+
+    @abstractmethod
+    def take_back(self) -> None:
+        """Wait until all peers have read. After ``wait``; may be called once."""
+
+
 class Transport(Protocol):
     """Moves blocks and sources between the ranks of one shard mesh."""
 
@@ -62,7 +74,12 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
-    def plan_gather(self, blocks: Sequence[Tensor]) -> GatherPlan: ...
+    def plan_gather(self, blocks: Sequence[Tensor], own: Sequence[Tensor] = ()) -> GatherPlan:
+        """``own`` are this rank's rows of the blocks where they are kept, if there is such memory.
+
+        It may be lent: see ``Lent``.
+        """
+        ...
 
     def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
         """Sum ``sources`` times ``scale`` in the dtype of their ``out``."""

@@ -31,7 +31,7 @@ class Grouped:
     def reduce_over(self, group: dist.ProcessGroup) -> None:
         self._reduce_group = group
 
-    def plan_gather(self, blocks: Sequence[Tensor]) -> GatherPlan:
+    def plan_gather(self, blocks: Sequence[Tensor], own: Sequence[Tensor] = ()) -> GatherPlan:
         return GroupedGather(self, blocks)
 
     def can_reduce_direct(self, divides: bool, gradient: torch.dtype, reduced: torch.dtype) -> bool:

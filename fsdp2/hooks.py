@@ -265,6 +265,7 @@ class State(StageEnd):
                 self.schedule.make_full(self.group)
             elif self._early_streams is not None:
                 self.group.finish_gather(self._early_streams)
+        self.group.take_back()  # who gathers by hand may write to the shards next
 
     def reshard(self) -> None:
         if self.schedule is not None:

@@ -1,9 +1,11 @@
-"""Which group is used after which: recorded, predicted, nested."""
+"""Which group is used after which: recorded, predicted, nested, compared between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from fsdp2.collectives import gather_values
+from fsdp2.mesh import ShardMesh
 from fsdp2.param_group import ParamGroup
 
 
@@ -56,3 +58,21 @@ def enclosing(groups: list[ParamGroup]) -> dict[ParamGroup, set[ParamGroup]]:
                 if inner is not outer:
                     around[inner].add(outer)
     return around
+
+
+def check_same_order(mesh: ShardMesh, place: int, names: Sequence[str]) -> None:
+    """Compare with all ranks what each does next: ``names[place]``.
+
+    Ranks that disagree would wait for each other, or read each other's layers.
+
+    Raises:
+        RuntimeError: They disagree.
+    """
+    groups = [axis.group for axis in (mesh.shard, mesh.replicas) if axis.group is not None]
+    places = gather_values([place], groups, mesh.device)
+    if len(set(places)) > 1:
+        found = "; ".join(f"rank {rank}: {names[p]}" for rank, p in enumerate(places))
+        raise RuntimeError(
+            f"ranks call the fully_shard modules in different orders. Next comes {found}. "
+            "Every rank must call the same modules in the same order"
+        )

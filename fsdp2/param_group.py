@@ -81,6 +81,7 @@ class ParamGroup:
         """Whether gradients were kept back since the last reduction."""
         self.waiting: set[int] = set()
         """Trainable parameters that have no gradient yet in this backward."""
+        self.on_first_gradient: Callable[[ParamGroup], None] = _nothing_to_do
         self.on_gradients_complete: Callable[[ParamGroup], None] = _nothing_to_do
         self.trainable: tuple[int, ...] = ()
         """As of the last gather."""
@@ -312,6 +313,11 @@ class ParamGroup:
         self._arrived = None
         self.state = GroupState.SHARDED
 
+    def take_back(self) -> None:
+        """Return when the shards may be written to: all peers have read what was lent to them."""
+        for portion in self.portions:
+            portion.take_back()
+
     def keep_part(self, streams: Streams) -> None:
         """Free all but this rank's part of the smaller group's: from ``FULL`` to ``PART``."""
         assert self.state is GroupState.FULL, self.name
@@ -333,6 +339,8 @@ class ParamGroup:
         self.waiting.discard(index)
         if not self.waiting:
             self.on_gradients_complete(self)
+        elif len(self.waiting) == len(self.trainable) - 1:
+            self.on_first_gradient(self)
 
     @property
     def has_new_gradients(self) -> bool:

@@ -13,18 +13,19 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from fsdp2 import _torch
 from fsdp2.buffers import Filling, FullBuffer, ShardBuffer, Staging, own_storage
-from fsdp2.collectives import GatherPlan, Pending, Replicas, Transport
+from fsdp2.collectives import GatherPlan, Lent, Pending, Replicas, Transport
 from fsdp2.custom import Custom, CustomComms
 from fsdp2.gradients import ReductionPlan
 from fsdp2.layout import GroupLayout, ParamSpec, Path, Section, Slot, plan_group
 from fsdp2.mesh import Axis, ShardMesh, group_of
 from fsdp2.part import Part, make_part, part_layout
-from fsdp2.policies import CPUOffloadPolicy, OffloadPolicy, Switches, compute_dtype
+from fsdp2.policies import CPUOffloadPolicy, OffloadPolicy, Switches
 from fsdp2.quantised_exchange import QuantisedExchange
 from fsdp2.quantising import may_be_coded, parameter_format
 from fsdp2.reduction import Ending, PartialSums, Reduction
 from fsdp2.sharded_param import ShardedParam
 from fsdp2.side_gather import CodedGather, CodedParam, SideGather
+from fsdp2.specs import spec_of
 from fsdp2.streams import Streams
 from fsdp2.subclasses import SubclassGather
 from fsdp2.transports import choose_transport
@@ -61,6 +62,8 @@ class Portion:
         self._part: Part | None = None
         self._plan: GatherPlan | None = None
         self._gather: Pending | None = None
+        self._lent: Lent | None = None
+        """The last gather, as long as peers may read this rank's shards for it."""
         self._plans: dict[tuple[int, ...], ReductionPlan] = {}
 
     # Buffers
@@ -121,8 +124,8 @@ class Portion:
     @torch.no_grad()
     def lay_out(self) -> None:
         """Compute the layout and move all shards into one shard buffer."""
-        specs = [self._spec(param) for param in self.params]
         part_size = self.part_axis.size if self.part_axis else None
+        specs = [spec_of(param, self.policy, bool(part_size)) for param in self.params]
         self.layout: GroupLayout = plan_group(specs, self.mesh.world_size, self._path_of, part_size)
         self.aliases_shards = self._aliases_shards()
         """With unsplit shards and no cast the full parameters are the shards."""
@@ -140,27 +143,6 @@ class Portion:
         for param in self.params:
             param.full = None
         self._plans.clear()
-
-    def _spec(self, param: ShardedParam) -> ParamSpec:
-        place = param.places[0]
-        compute = compute_dtype(self.policy, param.given_name, param.shard, place.module)
-        dim = 0 if param.rows.is_scalar else param.dim
-        has_own_form = param.has_own_form
-        if has_own_form and self.part_axis:
-            raise NotImplementedError(
-                f"parameter '{param.name}' of type {type(param.local).__name__} says itself how it "
-                "is gathered (fsdp_pre_all_gather), so no part of it can be kept: pass "
-                "reshard_after_forward=True or False"
-            )
-        return ParamSpec(
-            shape=param.rows.shape,
-            storage=param.dtype,
-            storage_itemsize=param.dtype.itemsize,
-            compute=compute,
-            compute_itemsize=compute.itemsize,
-            dim=dim,
-            has_own_form=has_own_form,
-        )
 
     @property
     def is_laid_out(self) -> bool:
@@ -246,7 +228,8 @@ class Portion:
             self._on_device = ShardBuffer(self.layout, self.mesh.rank, self.mesh.device)
         self._filling = Filling(self._full, self._on_device or self.shards)
         if self.transport is not None and self._filling.blocks:
-            self._plan = self.transport.plan_gather(self._filling.blocks)
+            own = [] if self.is_offloaded else self._filling.lendable
+            self._plan = self.transport.plan_gather(self._filling.blocks, own)
         coded = [self._coded(*place) for place in self._slots() if place[2].path is Path.CODED]
         if coded:
             assert self.transport is not None
@@ -304,19 +287,28 @@ class Portion:
     def complete(self) -> None:
         """Wait for the gather and copy out what does not lie in its place yet."""
         if self._full is not None:
-            if self._gather is not None:
-                self._gather.wait()
-                self._gather = None
+            self._finish()
             self._filled_by.copy_out()
             if self._filled_by is self._filling:
                 for side in self._sides:
                     side.complete()
 
-    def free(self) -> None:
-        """Give the memory of the full parameters back, and of parts that were kept."""
+    def _finish(self) -> None:
         if self._gather is not None:
             self._gather.wait()
+            self._lent = self._gather if isinstance(self._gather, Lent) else None
             self._gather = None
+
+    def take_back(self) -> None:
+        """Return when the shards may be written to again: all peers have read them."""
+        if self._lent is not None:
+            self._lent.take_back()
+            self._lent = None
+
+    def free(self) -> None:
+        """Give the memory of the full parameters back, and of parts that were kept."""
+        self._finish()
+        self.take_back()
         if self._full is not None:
             self._full.free()
             if self._part is not None:
@@ -335,6 +327,7 @@ class Portion:
     @torch.no_grad()
     def keep_part(self) -> None:
         """Keep this rank's part of the full parameters and free the rest."""
+        self.take_back()
         if self._full is None:
             return
         if self._part is not None:

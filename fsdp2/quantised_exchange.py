@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp2.collectives import GatherPlan, Pending, Source, Transport
+from fsdp2.collectives import GatherPlan, Lent, Pending, Source, Transport
 from fsdp2.quantising import WireFormat, gradient_format
 
 
@@ -34,8 +34,8 @@ class QuantisedExchange:
     def name(self) -> str:
         return self._inner.name
 
-    def plan_gather(self, blocks: Sequence[Tensor]) -> GatherPlan:
-        return self._inner.plan_gather(blocks)
+    def plan_gather(self, blocks: Sequence[Tensor], own: Sequence[Tensor] = ()) -> GatherPlan:
+        return self._inner.plan_gather(blocks, own)
 
     def exchange(self, sent: Tensor, received: Tensor, channel: int) -> Pending:
         return self._inner.exchange(sent, received, channel)
@@ -118,3 +118,5 @@ class QuantisedSums:
             pending.finish()
         self.coded.clear()
         self.exact.wait()
+        if isinstance(self.exact, Lent):
+            self.exact.take_back()

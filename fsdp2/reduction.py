@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.buffers import Staging
-from fsdp2.collectives import Pending, Replicas, Source
+from fsdp2.collectives import Lent, Pending, Replicas, Source
 from fsdp2.gradient_layout import GradientColumn, GradientSection
 from fsdp2.sharded_param import ShardedParam
 from fsdp2.streams import Streams
@@ -31,6 +31,8 @@ class Reduction(Protocol):
 
     has_second_stage: bool
     """Whether something remains under way after ``advance``."""
+    is_lent: bool
+    """Whether peers read this rank's gradients where they lie."""
 
     def advance(self) -> None:
         """Sum what has arrived, and let the replicas start. More than one call does no harm."""
@@ -146,6 +148,7 @@ class LocalReduction:
     """With one rank there is nothing to wait for and nothing to copy."""
 
     has_second_stage = False
+    is_lent = False
 
     def __init__(self, results: list[tuple[ShardedParam, Tensor]]) -> None:
         self._results = results
@@ -179,11 +182,15 @@ class ExchangedReduction:
         self._sections = sections
         self._sources = sources
         self._pending: Pending | None = pending
+        self._lent = pending if isinstance(pending, Lent) else None
+        self.is_lent = self._lent is not None
         self._adding: Pending | None = None
         self._ending = ending
         self._streams = streams
-        self.has_second_stage = ending.to_host is not None or (
-            ending.replicas is not None and not ending.is_put_off
+        self.has_second_stage = (
+            self.is_lent
+            or ending.to_host is not None
+            or (ending.replicas is not None and not ending.is_put_off)
         )
         self._results: list[Tensor] = []
         self._exchanged: torch.Event | None = None
@@ -260,9 +267,13 @@ class ExchangedReduction:
             # Behind this event the compute stream may reuse the memory of the full gradients.
             self._streams.compute_waits(self._exchanged)
             self._exchanged = None
-            self._release()
+            if not self.is_lent:
+                self._release()
 
     def _release(self) -> None:
+        if self._lent is not None:
+            self._lent.take_back()
+            self._lent = None
         self._sources = []
         for section in self._sections:
             section.held.clear()
@@ -301,7 +312,8 @@ class ExchangedReduction:
             if self._adding is not None:
                 self._adding.wait()
         self._streams.compute_waits(self._reduced)
-        self._sources, self._sections, self._results = [], [], []
+        self._release()
+        self._sections, self._results = [], []
 
     def _unused(self, section: ReducedSection) -> set[int]:
         """Parameters that no rank has a gradient for. Reading the flags makes the host wait."""

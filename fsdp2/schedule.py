@@ -20,9 +20,8 @@ from enum import Enum
 
 from fsdp2 import _torch
 from fsdp2.calls import Call, Step
-from fsdp2.collectives import gather_values
 from fsdp2.compiling import untraced
-from fsdp2.order import Order, enclosing
+from fsdp2.order import Order, check_same_order, enclosing
 from fsdp2.param_group import GroupState, ParamGroup
 from fsdp2.streams import Streams
 from fsdp2.tracing import Trace, waiting
@@ -74,6 +73,7 @@ class Schedule:
         """For each group those around it: in memory as long as it is, they do not count."""
         for channel, group in enumerate(groups):
             group.channel = channel
+            group.on_first_gradient = self.first_gradient
             group.on_gradients_complete = self.gradients_complete
 
     # Gather and free
@@ -174,6 +174,7 @@ class Schedule:
             # modules of a list that were not called yet, or by who gathered it by hand.
             if failed or group.state is GroupState.ARRIVING:
                 self.free(group)
+        self._take_back()
 
     def enter_forward(self, group: ParamGroup, explicit: list[ParamGroup] | None) -> None:
         group.step.running += 1
@@ -201,21 +202,9 @@ class Schedule:
             group.follow_trainable()
 
     def _check_same_order(self, channel: int) -> None:
-        """In the first pass each way, compare with all ranks what each is about to gather.
-
-        Ranks that disagree would wait for each other, or read each other's layers.
-        """
-        mesh = self.groups[0].mesh
-        groups = [axis.group for axis in (mesh.shard, mesh.replicas) if axis.group is not None]
-        channels = gather_values([channel], groups, mesh.device)
-        if len(set(channels)) > 1:
-            end = f"the end of {self.phase.value}"
-            names = [*(f"'{group.name}'" for group in self.groups), end]
-            found = "; ".join(f"rank {rank}: {names[c]}" for rank, c in enumerate(channels))
-            raise RuntimeError(
-                f"ranks call the fully_shard modules in different orders. Next comes {found}. "
-                "Every rank must call the same modules in the same order"
-            )
+        """In the first pass each way, compare with all ranks what each is about to gather."""
+        names = [*(f"'{group.name}'" for group in self.groups), f"the end of {self.phase.value}"]
+        check_same_order(self.groups[0].mesh, channel, names)
 
     def leave_forward(self, group: ParamGroup, needs_backward: bool, is_last_call: bool) -> None:
         """One of the group's modules has returned; ``is_last_call`` says that all of them have."""
@@ -277,6 +266,7 @@ class Schedule:
             self.make_full(group)
             self._note("backward", group)
         self._prefetch(group, self.backward_order, explicit)
+        self.reductions.progress(self.trace)
 
     def begin_backward(self) -> None:
         """Autograd reached the first of our hooks, or another."""
@@ -317,6 +307,10 @@ class Schedule:
             self._free_unless_running(group)
             self._prefetch(group, self.backward_order, None)
 
+    def first_gradient(self, group: ParamGroup) -> None:
+        """One trainable parameter of the group, of several, has a gradient."""
+        self.reductions.progress(self.trace)
+
     def gradients_complete(self, group: ParamGroup) -> None:
         """Every trainable parameter of the group has a gradient."""
         self.begin_backward()
@@ -352,7 +346,14 @@ class Schedule:
             if group.switches.reshard_after_backward and group.state is not GroupState.SHARDED:
                 self._free_unless_running(group)
             group.step.end_backward(self.is_last_backward)
+        self._take_back()
         self.phase = self._phase_around
+
+    def _take_back(self) -> None:
+        """Whoever called forward or backward may write to any shard now."""
+        for group in self.groups:
+            if group.state is GroupState.FULL:
+                group.take_back()
 
     def _settle_shared(self) -> None:
         """Before ranks compare where they are, give what another may be waiting for.

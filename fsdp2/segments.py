@@ -11,6 +11,7 @@ import os
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,8 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.collectives import gather_values
+from fsdp2.peer_memory import can_be_read, read_all
 
 SMALLEST_NBYTES = 1 << 16
+
+WRITTEN = 1 << 28
+READ = 2 << 28
+"""The two messages of an exchange: its number is added to make their tags."""
 
 _NUMBER_BITS = 12
 """An exchange has long ended on all ranks when its number comes again."""
@@ -55,7 +61,11 @@ class Segments:
     Pages that nobody has touched take no memory, so sizes are rounded up freely.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: list[int], reads_peers: bool) -> None:
+        self.processes = processes
+        """By rank."""
+        self.reads_peers = reads_peers
+        """Whether ranks may read any memory of each other, not only segments."""
         self._serials = count()
         self._own: list[Segment] = []
         self._mapped: dict[tuple[int, int], Tensor] = {}
@@ -107,30 +117,60 @@ def meet(group: dist.ProcessGroup) -> Segments | None:
     The first call for a group communicates: all of its ranks make it.
     """
     if group not in _met:
-        _met[group] = Segments() if _share_a_host(group) else None
+        _met[group] = _meet(group)
     return _met[group]
 
 
-def _share_a_host(group: dist.ProcessGroup) -> bool:
+class _Card(NamedTuple):
+    """What each rank tells the others."""
+
+    host: int
+    process: int
+    file: int
+    nbytes: int
+    """Of its first segment; 0 if it can have none."""
+    address: int
+    """Of a private number; 0 if it cannot be read."""
+
+
+def _meet(group: dist.ProcessGroup) -> Segments | None:
     cpu = torch.device("cpu")
+    rank = group.rank()
     segment = Segment(0, SMALLEST_NBYTES) if _can_share() else None
+    private = torch.tensor([rank])
+    file, nbytes = 0, 0
     if segment is not None:
-        segment.memory[0] = group.rank()
-    own = [0, 0, 0, 0] if segment is None else segment.address.tolist()
-    values = gather_values([_host(), *own], [group], cpu)
-    everyone = [values[i : i + 5] for i in range(0, len(values), 5)]
-    is_shared = all(each[0] == everyone[0][0] and each[4] for each in everyone)
-    if is_shared:
-        is_shared = all(_can_read(rank, each[2:]) for rank, each in enumerate(everyone))
+        segment.memory[0] = rank
+        _, _, file, nbytes = segment.address.tolist()
+    address = private.data_ptr() if can_be_read() else 0
+    card = _Card(_host(), os.getpid(), file, nbytes, address)
+    values = gather_values(card, [group], cpu)
+    size = len(card)
+    cards = [_Card(*values[i : i + size]) for i in range(0, len(values), size)]
+    is_one_host = all(each.host == card.host for each in cards)
+    maps = is_one_host and all(each.nbytes and _can_map(r, each) for r, each in enumerate(cards))
+    reads = is_one_host and all(each.address and _can_read(r, each) for r, each in enumerate(cards))
     # Everyone has read before the segment goes, and all decide alike.
-    return all(gather_values([int(is_shared)], [group], cpu))
+    answers = gather_values([int(maps), int(reads)], [group], cpu)
+    if not all(answers[0::2]):
+        return None
+    return Segments([each.process for each in cards], all(answers[1::2]))
 
 
-def _can_read(rank: int, place: list[int]) -> bool:
+def _can_map(rank: int, card: _Card) -> bool:
     try:
-        return int(_map(*place)[0]) == rank % 256
+        return int(_map(card.process, card.file, card.nbytes)[0]) == rank % 256
     except (OSError, RuntimeError):
         return False
+
+
+def _can_read(rank: int, card: _Card) -> bool:
+    found = torch.tensor([-1])
+    try:
+        read_all([found], card.process, [card.address])
+    except OSError:
+        return False
+    return int(found) == rank
 
 
 def _can_share() -> bool:

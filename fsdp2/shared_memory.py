@@ -2,8 +2,10 @@
 
 A rank writes what its peers need into a segment, once, and sends each of them the segment's
 address: four numbers. A peer reads the numbers where they lie, straight into its full
-parameters or its sum, and answers; then the segment may be written again. What is read, and
-the order in which it is summed, is the same as with messages.
+parameters or its sum, and answers; then the segment may be written again. Gradients need no
+segment where the system lets peers read any memory, and shards none where they are gathered as
+they are: they are lent, see ``loans``. What is read, and the order in which it is summed, is the
+same as with messages.
 """
 
 from __future__ import annotations
@@ -16,12 +18,11 @@ from torch import Tensor
 
 from fsdp2.collectives import GatherPlan, Pending, Source
 from fsdp2.layout import align
+from fsdp2.loans import Loan
 from fsdp2.pairwise import Pairwise
-from fsdp2.segments import Segments, meet
-
-_WRITTEN = 1 << 28
-_READ = 2 << 28
-"""The two messages: the numbers of exchanges are added to make their tags."""
+from fsdp2.peer_gather import PeerGather
+from fsdp2.peer_sum import PeerSum
+from fsdp2.segments import READ, WRITTEN, Segments, meet
 
 _CACHED_NBYTES = 1 << 19
 """Sums of more than two terms are made in pieces that stay in a core's cache."""
@@ -46,10 +47,12 @@ class SharedMemory:
     def name(self) -> str:
         return self._messages.name if self._segments is None else "shared memory"
 
-    def plan_gather(self, blocks: Sequence[Tensor]) -> GatherPlan:
+    def plan_gather(self, blocks: Sequence[Tensor], own: Sequence[Tensor] = ()) -> GatherPlan:
         self._segments = meet(self.group)
         if self._segments is None:
             return self._messages.plan_gather(blocks)
+        if own and self._segments.reads_peers:
+            return PeerGather(blocks, own, self._segments, self.group, self.rank)
         return SharedGather(self, self._segments, blocks)
 
     def can_reduce_direct(self, divides: bool, gradient: torch.dtype, reduced: torch.dtype) -> bool:
@@ -68,6 +71,8 @@ class SharedMemory:
     def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
         if self._segments is None:
             return self._messages.reduce(sources, channel, scale)
+        if self._segments.reads_peers:
+            return self._lend(self._segments, sources, 2 * channel + 1, scale)
         places, nbytes = _places([s.chunk * self.world_size * s.flat.itemsize for s in sources])
         announcement = self.announce(nbytes, self._reduce_group, 2 * channel + 1)
         memory = announcement.memory
@@ -84,6 +89,12 @@ class SharedMemory:
         torch._foreach_copy_(targets, written)
         announcement.send()
         return SharedSum(announcement, sources, places, self.rank, self.world_size, scale)
+
+    def _lend(
+        self, segments: Segments, sources: Sequence[Source], channel: int, scale: float
+    ) -> Pending:
+        loan = Loan([s.flat for s in sources], segments, self._reduce_group, self.rank, channel)
+        return PeerSum(loan, sources, scale)
 
     def announce(self, nbytes: int, group: dist.ProcessGroup, channel: int) -> Announcement:
         assert self._segments is not None
@@ -107,7 +118,7 @@ class Announcement:
         self._group = group
         self._peers = peers
         number = segments.number(channel)
-        self._written, self._read = _WRITTEN + number, _READ + number
+        self._written, self._read = WRITTEN + number, READ + number
         self._arrivals: list[tuple[int, Tensor, dist.Work]] = []
         # Receives first: a message that finds its buffer posted is not announced twice.
         for peer in peers:

@@ -36,6 +36,18 @@ class UnderWay:
         while len(self._exchanging) > self.max_exchanges:
             self._sum(self._exchanging.pop(0), trace)
 
+    def progress(self, trace: Trace | None) -> None:
+        """End what peers read in place one stage further, early in the next group's backward.
+
+        Peers have come as far by then, so nobody waits long, and the gradients of two groups
+        are never all alive at once. Messages go on travelling behind compute.
+        """
+        if any(reduction.is_lent for _, started in self._exchanging[:1] for reduction in started):
+            self._sum(self._exchanging.pop(0), trace)
+        elif any(reduction.is_lent for _, started in self._adding for reduction in started):
+            earlier, self._adding = self._adding, []
+            self._hand_over(earlier, trace)
+
     def _sum(self, started: Started, trace: Trace | None) -> None:
         """Make the sums of one group; finish those of the group before it."""
         group, reductions = started

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary, ref
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard, segments
+from fsdp2.param_group import ParamGroup
+from fsdp2.peer_memory import read_all
 from harness import Ranks, distributed
 from models import Net, assert_idle, assert_same, by_messages, next_token_loss, token_batches
 from models import shard_blocks as shard
@@ -54,6 +59,17 @@ def results(ranks: Ranks, policy: MixedPrecisionPolicy, mesh: Any) -> list[Tenso
     return found + [p.to_local().detach() for p in model.parameters()]
 
 
+@contextmanager
+def through_segments() -> Iterator[None]:
+    """As where the system lets no process read another's memory."""
+    held, segments._met = segments._met, WeakKeyDictionary()
+    original, segments.can_be_read = segments.can_be_read, lambda: False
+    try:
+        yield
+    finally:
+        segments._met, segments.can_be_read = held, original
+
+
 @distributed(2, 3, 4)
 @pytest.mark.parametrize(
     "policy",
@@ -63,11 +79,31 @@ def results(ranks: Ranks, policy: MixedPrecisionPolicy, mesh: Any) -> list[Tenso
 def test_equals_messages_bit_by_bit(ranks: Ranks, policy: MixedPrecisionPolicy) -> None:
     """Sums have the same order, whatever they come by."""
     ours = results(ranks, policy, ranks.mesh())
+    with through_segments():
+        written = results(ranks, policy, ranks.mesh())
     with by_messages():
         theirs = results(ranks, policy, ranks.mesh())
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs):
+    assert len(ours) == len(written) == len(theirs)
+    for one, another, other in zip(ours, written, theirs):
         assert_same(one, other)
+        assert_same(another, other)
+
+
+@distributed(2, 3)
+def test_float16_sums_do_not_overflow(ranks: Ranks) -> None:
+    """Terms are scaled before they are added, in all three ways alike."""
+    found = []
+    for way in (nullcontext, through_segments, by_messages):
+        with way():
+            torch.manual_seed(0)
+            policy = MixedPrecisionPolicy(torch.float16, torch.float16, torch.float32)
+            model = fully_shard(nn.Linear(512, 512), mesh=ranks.mesh(), mp_policy=policy)
+            (model(torch.full((1, 512), 40.0)) * 1000).sum().backward()
+            found.append(model.weight.grad.to_local().clone())
+            assert_idle(model)
+    assert found[0].isfinite().all() and found[0].max() > 30000
+    assert_same(found[0], found[1])
+    assert_same(found[0], found[2])
 
 
 @distributed(4)
@@ -75,10 +111,47 @@ def test_equals_messages_with_replicas(ranks: Ranks) -> None:
     """Shared memory inside each replica, the backend's sum over them."""
     mesh = ranks.mesh(2, 2, names=("replicate", "shard"))
     ours = results(ranks, MixedPrecisionPolicy(), mesh)
+    with through_segments():
+        written = results(ranks, MixedPrecisionPolicy(), mesh)
     with by_messages():
         theirs = results(ranks, MixedPrecisionPolicy(), mesh)
-    for one, other in zip(ours, theirs):
+    for one, another, other in zip(ours, written, theirs):
         assert_same(one, other)
+        assert_same(another, other)
+
+
+@distributed(2)
+def test_gradients_are_read_in_place(ranks: Ranks) -> None:
+    """No segment is as large as gradients, and the gradients of one group are gone before those
+    of the next are all there."""
+    model = shard(Wide(), mesh=ranks.mesh())
+    model(torch.randn(2, 512)).sum().backward()
+    seen: list[ref[Tensor]] = []
+    alive: list[int] = []
+    start_reduce = ParamGroup.start_reduce
+
+    def count(group: ParamGroup, *args: Any) -> Any:
+        seen.extend(ref(param.full.grad) for param in group.params)
+        alive.append(sum(grad.numel() for each in seen if (grad := each()) is not None))
+        return start_reduce(group, *args)
+
+    ParamGroup.start_reduce = count
+    try:
+        model(torch.randn(2, 512)).sum().backward()
+    finally:
+        ParamGroup.start_reduce = start_reduce
+    one, head = 512 * 512 + 512, 10 * 512 + 10
+    assert max(alive) <= one + head, alive
+    met = segments.meet(fully_shard.state(model).group.mesh.shard.group)
+    assert met is not None and met.reads_peers
+    assert max(segment.memory.numel() for segment in met._own) <= 512 * 512 * 4
+    assert_idle(model)
+
+
+def test_memory_that_is_not_there() -> None:
+    """Reading what another process does not have raises and names the process."""
+    with pytest.raises(OSError, match=f"memory of process {os.getpid()}: "):
+        read_all([torch.zeros(4)], os.getpid(), [8])
 
 
 @distributed(2)
@@ -94,19 +167,34 @@ def test_explain_says_which(ranks: Ranks) -> None:
 
 
 @distributed(3)
-@pytest.mark.parametrize("what", ["_can_share", "_can_read", "_host"])
+@pytest.mark.parametrize("what", ["_can_share", "_can_map", "_host"])
 def test_one_rank_elsewhere(ranks: Ranks, what: str) -> None:
     """If one of them cannot share, all of them send messages."""
     group = dist.new_group([0, 1, 2])
     original = getattr(segments, what)
     if ranks.rank == 1:
-        answers = {"_can_share": lambda: False, "_can_read": lambda *a: False, "_host": lambda: 7}
+        answers = {"_can_share": lambda: False, "_can_map": lambda *a: False, "_host": lambda: 7}
         setattr(segments, what, answers[what])
     try:
         assert segments.meet(group) is None
     finally:
         setattr(segments, what, original)
     assert segments.meet(dist.new_group([0, 1, 2])) is not None
+
+
+@distributed(3)
+@pytest.mark.parametrize("what", ["can_be_read", "_can_read"])
+def test_one_rank_that_may_not_read(ranks: Ranks, what: str) -> None:
+    """If one of them may not read the others' memory, all of them write to segments."""
+    group = dist.new_group([0, 1, 2])
+    original = getattr(segments, what)
+    if ranks.rank == 1:
+        setattr(segments, what, lambda *a: False)
+    try:
+        met = segments.meet(group)
+    finally:
+        setattr(segments, what, original)
+    assert met is not None and not met.reads_peers
 
 
 def our_files() -> int:

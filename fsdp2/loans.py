@@ -1,0 +1,63 @@
+"""What a rank lends to its peers on this host: memory that they read in place.
+
+A rank sends where its bytes lie, and each peer answers when it has read them. Nothing is
+written for anyone, and nothing is received; until the last answer the bytes stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.segments import READ, WRITTEN, Segments
+
+
+class Loan:
+    """One exchange: ``tensors`` of this rank, and the same number of every peer's."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        segments: Segments,
+        group: dist.ProcessGroup,
+        rank: int,
+        channel: int,
+    ) -> None:
+        self.rank = rank
+        self.processes = segments.processes
+        self._tensors = list(tensors)
+        """Alive as long as peers may read."""
+        self._group = group
+        self._peers = [peer for peer in range(len(self.processes)) if peer != rank]
+        number = segments.number(channel)
+        self._read = READ + number
+        own = torch.tensor([tensor.data_ptr() for tensor in tensors])
+        self._arriving = {peer: torch.empty_like(own) for peer in self._peers}
+        # Receives first: a message that finds its buffer posted is not announced twice.
+        self._arrivals = [
+            group.recv([addresses], peer, WRITTEN + number)
+            for peer, addresses in self._arriving.items()
+        ]
+        # Nobody looks at what an answer says.
+        self._answers = [group.recv([torch.empty(1)], peer, self._read) for peer in self._peers]
+        self._sends = [group.send([own], peer, WRITTEN + number) for peer in self._peers]
+
+    def addresses(self) -> dict[int, list[int]]:
+        """By peer, where its tensors lie. Waits until all peers have lent them."""
+        for work in self._arrivals:
+            work.wait()
+        return {peer: addresses.tolist() for peer, addresses in self._arriving.items()}
+
+    def have_read(self) -> None:
+        """Answer: this rank has read all that it needs of its peers."""
+        for peer in self._peers:
+            self._sends.append(self._group.send([torch.empty(1)], peer, self._read))
+
+    def take_back(self) -> None:
+        """Wait until all peers have read."""
+        for work in (*self._answers, *self._sends):
+            work.wait()
+        self._tensors.clear()

@@ -1,0 +1,52 @@
+"""Full parameters copied out of the shards of ranks on this host: each is read where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp2.collectives import Lent, Pending
+from fsdp2.loans import Loan
+from fsdp2.peer_memory import read_all
+from fsdp2.segments import Segments
+
+
+class PeerGather:
+    """One group's blocks, and this rank's rows of them in its shard buffer."""
+
+    def __init__(
+        self,
+        blocks: Sequence[Tensor],
+        own: Sequence[Tensor],
+        segments: Segments,
+        group: dist.ProcessGroup,
+        rank: int,
+    ) -> None:
+        self._own = list(own)
+        self._segments = segments
+        self._group = group
+        self._rank = rank
+        peers = [peer for peer in range(len(segments.processes)) if peer != rank]
+        self._targets = {peer: [block[peer] for block in blocks] for peer in peers}
+
+    def start(self, channel: int) -> Pending:
+        loan = Loan(self._own, self._segments, self._group, self._rank, 2 * channel)
+        return PeerRead(loan, self._targets)
+
+
+class PeerRead(Lent):
+    """A gather under way: peers' rows are read when it is waited for."""
+
+    def __init__(self, loan: Loan, targets: dict[int, list[Tensor]]) -> None:
+        self._loan = loan
+        self._targets = targets
+
+    def wait(self) -> None:
+        for peer, addresses in self._loan.addresses().items():
+            read_all(self._targets[peer], self._loan.processes[peer], addresses)
+        self._loan.have_read()
+
+    def take_back(self) -> None:
+        self._loan.take_back()

@@ -1,0 +1,63 @@
+"""Gradients summed where their ranks have them: each rank reads what it owns of its peers'."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fsdp2.collectives import Lent, Source
+from fsdp2.loans import Loan
+from fsdp2.peer_memory import read_all
+
+PIECE_NBYTES = 1 << 19
+"""A piece that was read stays in a core's cache until it has been added."""
+
+
+class PeerSum(Lent):
+    """One group's gradients: lent to the peers, and summed from theirs when waited for."""
+
+    def __init__(self, loan: Loan, sources: Sequence[Source], scale: float) -> None:
+        self._loan = loan
+        self._sources = list(sources)
+        self._scale = scale
+
+    def wait(self) -> None:
+        addresses = self._loan.addresses()
+        scratch = torch.empty(PIECE_NBYTES, dtype=torch.uint8)
+        for index, source in enumerate(self._sources):
+            self._sum(source, {peer: each[index] for peer, each in addresses.items()}, scratch)
+        self._sources.clear()
+        self._loan.have_read()
+
+    def take_back(self) -> None:
+        self._loan.take_back()
+
+    def _sum(self, source: Source, addresses: dict[int, int], scratch: Tensor) -> None:
+        """In rank order, in the dtype of ``out``."""
+        flat, rank = source.flat, self._loan.rank
+        start = rank * source.chunk
+        own = flat[start : start + source.chunk]
+        step = PIECE_NBYTES // flat.itemsize
+        for first in range(0, own.numel(), step):
+            term = own[first : first + step]
+            out = source.out[first : first + term.numel()]
+            room = scratch[: term.nbytes].view(flat.dtype)
+            at = (start + first) * flat.itemsize
+            for other, process in enumerate(self._loan.processes):
+                if other == rank:
+                    self._add(out, term, is_first=other == 0)
+                    continue
+                landing = out if other == 0 and out.dtype == flat.dtype else room
+                read_all([landing], process, [addresses[other] + at])
+                self._add(out, landing, is_first=other == 0)
+
+    def _add(self, out: Tensor, term: Tensor, is_first: bool) -> None:
+        if not is_first:
+            out.add_(term, alpha=self._scale)
+            return
+        if term is not out:
+            out.copy_(term)
+        if self._scale != 1.0:  # before they are added, so that the sum cannot overflow
+            out.mul_(self._scale)
