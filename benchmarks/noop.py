@@ -89,5 +89,5 @@ for _name in _COLLECTIVES:
 def start(world_size: int) -> None:
     """Make this process rank 0 of ``world_size`` ranks in the default process group."""
     if not hasattr(dist.Backend, "NOOP"):
-        dist.Backend.register_backend("noop", NoopGroup, devices=["cpu"])
+        dist.Backend.register_backend("noop", NoopGroup, devices=["cpu", "cuda"])
     dist.init_process_group("noop", store=dist.HashStore(), rank=0, world_size=world_size)

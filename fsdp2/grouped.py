@@ -1,4 +1,8 @@
-"""The backend's own collectives, one call for all blocks of a group. For NCCL."""
+"""The backend's own collectives, one call for all blocks of a group. For NCCL.
+
+A gather of several blocks is one grouped call that writes them in place, unless that was
+measured to be too slow (``direct_or_packed``): then it is one packed call with its copies.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch import Tensor
 
 from fsdp2 import _torch
 from fsdp2.collectives import GatherPlan, Pending, Source, Works
+from fsdp2.direct_or_packed import Choice, choose_path
 
 
 class Grouped:
@@ -22,17 +27,23 @@ class Grouped:
     prefers_grouping = "the backend's cost per collective, and NCCL's per operation in a call"
     codes_gradients = False
 
-    def __init__(self, group: dist.ProcessGroup, rank: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, rank: int, is_measured: bool = False) -> None:
+        """With ``is_measured`` the first gather of blocks finds out whether they go direct."""
         self.group = group
         self._reduce_group = group
         self.rank = rank
         self.world_size = group.size()
+        self._is_measured = is_measured
 
     def reduce_over(self, group: dist.ProcessGroup) -> None:
         self._reduce_group = group
 
     def plan_gather(self, blocks: Sequence[Tensor], own: Sequence[Tensor] = ()) -> GatherPlan:
-        return GroupedGather(self, blocks)
+        if len(blocks) == 1 or not self._is_measured:
+            return GroupedGather(self, blocks)
+        choice = choose_path(self.group, blocks)
+        path = GroupedGather if choice.is_direct else PackedGather
+        return path(self, blocks, choice)
 
     def can_reduce_direct(self, divides: bool, gradient: torch.dtype, reduced: torch.dtype) -> bool:
         return divides and gradient == reduced
@@ -83,7 +94,11 @@ class Exchange(NamedTuple):
 class GroupedGather:
     """The outputs and inputs of one group's call; the inputs are the own rows of the outputs."""
 
-    def __init__(self, transport: Grouped, blocks: Sequence[Tensor]) -> None:
+    def __init__(
+        self, transport: Grouped, blocks: Sequence[Tensor], choice: Choice | None = None
+    ) -> None:
+        self.choice = choice
+        """Why they go direct; None where nothing else was tried."""
         self._group = transport.group
         self._outs = [block.view(-1) for block in blocks]
         self._owns = [block[transport.rank] for block in blocks]
@@ -92,6 +107,67 @@ class GroupedGather:
         if len(self._outs) == 1:
             return Works([_torch.all_gather_into(self._group, self._outs[0], self._owns[0])])
         return Works([_torch.all_gather_grouped(self._group, self._outs, self._owns)])
+
+
+class PackedGather:
+    """Blocks gathered through a staging block, one call per dtype.
+
+    Staging is there only while it travels: what was gathered needs no more memory than if it
+    had gone direct.
+    """
+
+    def __init__(self, transport: Grouped, blocks: Sequence[Tensor], choice: Choice) -> None:
+        self.choice = choice
+        """Why they do not go direct."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for block in blocks:
+            by_dtype.setdefault(block.dtype, []).append(block)
+        self._columns = [PackedColumns(transport, each) for each in by_dtype.values()]
+
+    def start(self, channel: int) -> Pending:
+        return PackedBlocks([columns.start() for columns in self._columns])
+
+
+class PackedColumns:
+    """The blocks of one dtype, side by side in a staging block."""
+
+    def __init__(self, transport: Grouped, blocks: list[Tensor]) -> None:
+        self._group = transport.group
+        self._rank = transport.rank
+        self._blocks = blocks
+        self._owns = [block[transport.rank] for block in blocks]
+        self._sizes = [own.numel() for own in self._owns]
+        self._shape = transport.world_size, sum(self._sizes)
+
+    def start(self) -> PackedBlock:
+        like = self._blocks[0]
+        staging = torch.empty(self._shape, dtype=like.dtype, device=like.device)
+        own = staging[self._rank]
+        torch._foreach_copy_(list(own.split(self._sizes)), self._owns)
+        work = _torch.all_gather_into(self._group, staging.view(-1), own)
+        return PackedBlock(work, staging, self._sizes, self._blocks)
+
+
+class PackedBlock(NamedTuple):
+    """A staging block under way, and where its columns belong."""
+
+    work: dist.Work
+    staging: Tensor
+    sizes: list[int]
+    outs: list[Tensor]
+
+
+class PackedBlocks:
+    """Staging blocks under way; waiting copies them out and gives their memory back."""
+
+    def __init__(self, blocks: list[PackedBlock]) -> None:
+        self._blocks = blocks
+
+    def wait(self) -> None:
+        for work, staging, sizes, outs in self._blocks:
+            work.wait()
+            torch.split_with_sizes_copy(staging, sizes, dim=1, out=outs)
+        self._blocks.clear()
 
 
 @dataclass

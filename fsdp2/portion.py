@@ -60,7 +60,7 @@ class Portion:
         self._sides: list[SideGather] = []
         """What travels in another form, beside the full buffer."""
         self._part: Part | None = None
-        self._plan: GatherPlan | None = None
+        self.gather_plan: GatherPlan | None = None
         self._gather: Pending | None = None
         self._lent: Lent | None = None
         """The last gather, as long as peers may read this rank's shards for it."""
@@ -218,7 +218,7 @@ class Portion:
 
     def _make_buffers(self) -> None:
         """The full buffer and what fills it."""
-        self._on_device, self._full, self._plan = None, None, None
+        self._on_device, self._full, self.gather_plan = None, None, None
         self._sides = []
         if self.aliases_shards:
             return
@@ -229,7 +229,7 @@ class Portion:
         self._filling = Filling(self._full, self._on_device or self.shards)
         if self.transport is not None and self._filling.blocks:
             own = [] if self.is_offloaded else self._filling.lendable
-            self._plan = self.transport.plan_gather(self._filling.blocks, own)
+            self.gather_plan = self.transport.plan_gather(self._filling.blocks, own)
         coded = [self._coded(*place) for place in self._slots() if place[2].path is Path.CODED]
         if coded:
             assert self.transport is not None
@@ -268,8 +268,8 @@ class Portion:
             self._copy_own()
             for side in self._sides:
                 side.start(channel)
-            if self._plan is not None:
-                self._gather = self._plan.start(channel)
+            if self.gather_plan is not None:
+                self._gather = self.gather_plan.start(channel)
         self._filled_by = self._filling if part is None else part.filling
         if streams.runs_ahead:
             self.complete()

@@ -12,8 +12,12 @@ from fsdp2.shared_memory import SharedMemory
 
 
 def choose_transport(group: dist.ProcessGroup, rank: int, device: torch.device) -> Transport:
-    """On gloo shared memory or else messages, the backend's own collectives elsewhere."""
+    """On gloo shared memory or else messages, the backend's own collectives elsewhere.
+
+    Only NCCL's are measured: of other backends we do not know what a measurement does to them.
+    """
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    if backends.get(device.type) == "gloo":
+    backend = backends.get(device.type)
+    if backend == "gloo":
         return SharedMemory(Pairwise(group, rank))
-    return Grouped(group, rank)
+    return Grouped(group, rank, is_measured=backend == "nccl" and device.type == "cuda")

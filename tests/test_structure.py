@@ -94,6 +94,7 @@ ROOMS = [
     "peer_memory",
     "pairwise",
     "grouped",
+    "direct_or_packed",
     "collectives",
     "streams",
     "quantising",
