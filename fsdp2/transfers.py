@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from fsdp2.events import Event
@@ -65,6 +65,8 @@ class _Reader:
     found: list[Transfer] = field(default_factory=list)
     gathers: dict[str, tuple[Event, Why]] = field(default_factory=dict)
     reductions: dict[str, list[Event]] = field(default_factory=dict)
+    summed: dict[str, list[int]] = field(default_factory=dict)
+    """Reductions in ``found`` that have a second stage, not over yet."""
     in_flight: set[str] = field(default_factory=set)
     computing: str = ""
     """``forward`` or ``backward``: the pass; empty before its first group computes."""
@@ -86,6 +88,8 @@ class _Reader:
                 self.computing = event.name
             case "reduce":
                 self.reductions.setdefault(event.group, []).append(event)
+            case "reduced" if self.summed.get(event.group):
+                self._wait_again(self.summed[event.group].pop(0), event)
             case "summed" | "reduced" if self.reductions.get(event.group):
                 is_last = not any(
                     len(g) > 0 for n, g in self.reductions.items() if n != event.group
@@ -93,8 +97,18 @@ class _Reader:
                 why = Why.LAST if is_last else Why.SLOW
                 start = self.reductions[event.group].pop(0)
                 self._add("reduction", start, event, why)
+                if event.name == "summed":
+                    self.summed.setdefault(event.group, []).append(len(self.found) - 1)
                 if is_last and not self.reductions[event.group]:
                     self.computing = ""
+
+    def _wait_again(self, index: int, end: Event) -> None:
+        """A second stage is part of the same reduction."""
+        first = self.found[index]
+        waited_from = end.at - end.seconds - first.exposed
+        is_hidden = end.at - waited_from < NEGLIGIBLE
+        why = Why.HIDDEN if is_hidden else Why.SLOW if first.why is Why.HIDDEN else first.why
+        self.found[index] = replace(first, waited_from=waited_from, end=end.at, why=why)
 
     def _why(self, gather: Event) -> Why:
         """Should it be waited for, the reason."""
