@@ -64,7 +64,8 @@ def measure(engine: str, limit: int) -> Alive:
     start = _held(model, optimizer)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         model(tokens[:, :-1], tokens[:, 1:]).backward()
-    changes = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.nbytes()]
+    events = [e for e in profiler.profiler.kineto_results.events() if e.nbytes()]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     peak = start + max(itertools.accumulate(changes))
     found = Alive(start, peak, memory.shared_nbytes(), 16 * numel // dist.get_world_size(), block)
     everyone: list[Alive] = [found] * dist.get_world_size()

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fsdp2._torch import DataParallelMeshDims as DataParallelMeshDims
+    from fsdp2.accounting import Memory as Memory
+    from fsdp2.accounting import memory as memory
     from fsdp2.api import fully_shard as fully_shard
     from fsdp2.api import register_fsdp_forward_method as register_fsdp_forward_method
     from fsdp2.api import set_inflight_limit as set_inflight_limit
@@ -58,6 +60,7 @@ _HOMES = {
     "Comm": "custom",
     "DataParallelMeshDims": "_torch",
     "FSDPModule": "module",
+    "Memory": "accounting",
     "MixedPrecisionPolicy": "policies",
     "Muon": "muon",
     "NotGatheredError": "errors",
@@ -76,6 +79,7 @@ _HOMES = {
     "load_safetensors": "safetensors_io",
     "local_step": "stepping",
     "materialize": "materializing",
+    "memory": "accounting",
     "register_fsdp_forward_method": "api",
     "save_safetensors": "safetensors_io",
     "set_inflight_limit": "api",

@@ -76,6 +76,10 @@ class ShardBuffer:
         """The padded rows of all packed parameters of a section, flat."""
         return self._sections[id(section)].narrow(0, section.packed_start, section.packed_numel)
 
+    @property
+    def held_nbytes(self) -> int:
+        return self._storage.nbytes()
+
     def allocate(self) -> None:
         """Only for copies that are freed; the shards themselves stay."""
         self._storage.resize_(self.layout.shard_nbytes)
@@ -116,6 +120,11 @@ class FullBuffer:
     def full(self, section_index: int, slot: Slot) -> Tensor:
         """The full parameter, in its shape, with a version counter of its own."""
         return self.at(section_index, slot.full_offset, *slot.shape_of(slot.rows.shape)).data
+
+    @property
+    def held_nbytes(self) -> int:
+        """0 while it is free."""
+        return self._storage.nbytes()
 
     def allocate(self) -> None:
         self._storage.resize_(self._nbytes)
@@ -227,6 +236,9 @@ class Staging:
 
     def give(self, kind: Hashable, block: Tensor) -> None:
         self._idle[kind] = block
+
+    def tensors(self) -> list[Tensor]:
+        return list(self._idle.values())
 
 
 def own_storage(local: Tensor) -> Tensor:

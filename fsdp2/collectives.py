@@ -51,6 +51,9 @@ class Pending(Protocol):
 class Lent(ABC):
     """Communication whose bytes peers read in place: they stay until ``take_back`` returns."""
 
+    copied_nbytes = 0
+    """Of copies that were made to be lent."""
+
     @abstractmethod
     def wait(self) -> None: ...
 
@@ -74,10 +77,13 @@ class Transport(Protocol):
     @property
     def name(self) -> str: ...
 
-    def plan_gather(self, blocks: Sequence[Tensor], own: Sequence[Tensor] = ()) -> GatherPlan:
-        """``own`` are this rank's rows of the blocks where they are kept, if there is such memory.
+    def plan_gather(
+        self, blocks: Sequence[Tensor], own: Sequence[Tensor] | None = None
+    ) -> GatherPlan:
+        """``own`` may be lent, and what is under way then is ``Lent``.
 
-        It may be lent: see ``Lent``.
+        They are this rank's rows of the blocks where it keeps them; without any, copies are lent.
+        With None nothing is lent.
         """
         ...
 

@@ -147,7 +147,9 @@ class Custom:
         self.world_size = inner.world_size
         self._comms = comms
 
-    def plan_gather(self, blocks: Sequence[Tensor], own: Sequence[Tensor] = ()) -> GatherPlan:
+    def plan_gather(
+        self, blocks: Sequence[Tensor], own: Sequence[Tensor] | None = None
+    ) -> GatherPlan:
         if self._comms.all_gather is None:
             return self._inner.plan_gather(blocks, own)
         return CustomGather(self._comms.all_gather, self._group, blocks)

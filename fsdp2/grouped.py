@@ -38,7 +38,9 @@ class Grouped:
     def reduce_over(self, group: dist.ProcessGroup) -> None:
         self._reduce_group = group
 
-    def plan_gather(self, blocks: Sequence[Tensor], own: Sequence[Tensor] = ()) -> GatherPlan:
+    def plan_gather(
+        self, blocks: Sequence[Tensor], own: Sequence[Tensor] | None = None
+    ) -> GatherPlan:
         if len(blocks) == 1 or not self._is_measured:
             return GroupedGather(self, blocks)
         choice = choose_path(self.group, blocks)

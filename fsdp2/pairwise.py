@@ -35,7 +35,9 @@ class Pairwise:
         # Everyone starts with another partner, so that no rank is everybody's first.
         self.peers = [(rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def plan_gather(self, blocks: Sequence[Tensor], own: Sequence[Tensor] = ()) -> GatherPlan:
+    def plan_gather(
+        self, blocks: Sequence[Tensor], own: Sequence[Tensor] | None = None
+    ) -> GatherPlan:
         return PairwiseGather(self, blocks)
 
     def can_reduce_direct(self, divides: bool, gradient: torch.dtype, reduced: torch.dtype) -> bool:

@@ -81,7 +81,6 @@ class ParamGroup:
         """Whether gradients were kept back since the last reduction."""
         self.waiting: set[int] = set()
         """Trainable parameters that have no gradient yet in this backward."""
-        self.on_first_gradient: Callable[[ParamGroup], None] = _nothing_to_do
         self.on_gradients_complete: Callable[[ParamGroup], None] = _nothing_to_do
         self.trainable: tuple[int, ...] = ()
         """As of the last gather."""
@@ -339,8 +338,6 @@ class ParamGroup:
         self.waiting.discard(index)
         if not self.waiting:
             self.on_gradients_complete(self)
-        elif len(self.waiting) == len(self.trainable) - 1:
-            self.on_first_gradient(self)
 
     @property
     def has_new_gradients(self) -> bool:

@@ -37,7 +37,7 @@ def make_part(
     layout = part_layout(whole, axis.size)
     shards = ShardBuffer(layout, axis.rank, device)
     filling = Filling(full, shards)
-    gather = transport.plan_gather(filling.blocks) if filling.blocks else None
+    gather = transport.plan_gather(filling.blocks, ()) if filling.blocks else None
     kept: list[Tensor] = []
     sources: list[Tensor] = []
     for index, section in enumerate(layout.sections):

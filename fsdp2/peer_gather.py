@@ -14,7 +14,10 @@ from fsdp2.segments import Segments
 
 
 class PeerGather:
-    """One group's blocks, and this rank's rows of them in its shard buffer."""
+    """One group's blocks, and this rank's rows of them where it keeps them, if it does.
+
+    Rows that are cast on the way are lent as a copy: what is in the blocks belongs to forward.
+    """
 
     def __init__(
         self,
@@ -25,6 +28,7 @@ class PeerGather:
         rank: int,
     ) -> None:
         self._own = list(own)
+        self._rows = [block[rank] for block in blocks]
         self._segments = segments
         self._group = group
         self._rank = rank
@@ -32,14 +36,17 @@ class PeerGather:
         self._targets = {peer: [block[peer] for block in blocks] for peer in peers}
 
     def start(self, channel: int) -> Pending:
-        loan = Loan(self._own, self._segments, self._group, self._rank, 2 * channel)
-        return PeerRead(loan, self._targets)
+        lent = self._own or [row.clone() for row in self._rows]
+        loan = Loan(lent, self._segments, self._group, self._rank, 2 * channel)
+        copied_nbytes = 0 if self._own else sum(row.nbytes for row in self._rows)
+        return PeerRead(loan, self._targets, copied_nbytes)
 
 
 class PeerRead(Lent):
     """A gather under way: peers' rows are read when it is waited for."""
 
-    def __init__(self, loan: Loan, targets: dict[int, list[Tensor]]) -> None:
+    def __init__(self, loan: Loan, targets: dict[int, list[Tensor]], copied_nbytes: int) -> None:
+        self.copied_nbytes = copied_nbytes
         self._loan = loan
         self._targets = targets
 

@@ -35,8 +35,14 @@ class PeerSum(Lent):
         self._loan.take_back()
 
     def _sum(self, source: Source, addresses: dict[int, int], scratch: Tensor) -> None:
-        """In rank order, in the dtype of ``out``."""
+        """In rank order, in the dtype of ``out``.
+
+        Of the first two terms the order does not matter: a peer's comes first, and is read into
+        the sum itself.
+        """
         flat, rank = source.flat, self._loan.rank
+        ranks = range(len(self._loan.processes))
+        order = ranks if rank else (1, 0, *ranks[2:])
         start = rank * source.chunk
         own = flat[start : start + source.chunk]
         step = PIECE_NBYTES // flat.itemsize
@@ -45,13 +51,14 @@ class PeerSum(Lent):
             out = source.out[first : first + term.numel()]
             room = scratch[: term.nbytes].view(flat.dtype)
             at = (start + first) * flat.itemsize
-            for other, process in enumerate(self._loan.processes):
+            for other in order:
+                is_first = other == order[0]
                 if other == rank:
-                    self._add(out, term, is_first=other == 0)
+                    self._add(out, term, is_first)
                     continue
-                landing = out if other == 0 and out.dtype == flat.dtype else room
-                read_all([landing], process, [addresses[other] + at])
-                self._add(out, landing, is_first=other == 0)
+                landing = out if is_first and out.dtype == flat.dtype else room
+                read_all([landing], self._loan.processes[other], [addresses[other] + at])
+                self._add(out, landing, is_first)
 
     def _add(self, out: Tensor, term: Tensor, is_first: bool) -> None:
         if not is_first:

@@ -185,6 +185,15 @@ class Portion:
         return 0 if self.aliases_shards else self.layout.full_nbytes + beside
 
     @property
+    def held_nbytes(self) -> int:
+        """What this portion holds now beside its shards."""
+        buffers = self._full, self._on_device, self._part and self._part.shards
+        held = sum(buffer.held_nbytes for buffer in buffers if buffer is not None)
+        lent = self._lent or self._gather
+        copied = lent.copied_nbytes if isinstance(lent, Lent) else 0
+        return held + copied + sum(side.held_nbytes for side in self._sides)
+
+    @property
     def part_nbytes(self) -> int:
         """What it adds between forward and backward, where a part is kept."""
         if self.part_axis is None:
@@ -228,7 +237,7 @@ class Portion:
             self._on_device = ShardBuffer(self.layout, self.mesh.rank, self.mesh.device)
         self._filling = Filling(self._full, self._on_device or self.shards)
         if self.transport is not None and self._filling.blocks:
-            own = [] if self.is_offloaded else self._filling.lendable
+            own = () if self.is_offloaded else self._filling.lendable
             self.gather_plan = self.transport.plan_gather(self._filling.blocks, own)
         coded = [self._coded(*place) for place in self._slots() if place[2].path is Path.CODED]
         if coded:

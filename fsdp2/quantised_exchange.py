@@ -34,7 +34,9 @@ class QuantisedExchange:
     def name(self) -> str:
         return self._inner.name
 
-    def plan_gather(self, blocks: Sequence[Tensor], own: Sequence[Tensor] = ()) -> GatherPlan:
+    def plan_gather(
+        self, blocks: Sequence[Tensor], own: Sequence[Tensor] | None = None
+    ) -> GatherPlan:
         return self._inner.plan_gather(blocks, own)
 
     def exchange(self, sent: Tensor, received: Tensor, channel: int) -> Pending:

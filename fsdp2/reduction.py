@@ -12,7 +12,7 @@ that no rank used keeps ``grad`` as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -33,6 +33,10 @@ class Reduction(Protocol):
     """Whether something remains under way after ``advance``."""
     is_lent: bool
     """Whether peers read this rank's gradients where they lie."""
+
+    def tensors(self) -> Iterator[Tensor | None]:
+        """What it holds."""
+        ...
 
     def advance(self) -> None:
         """Sum what has arrived, and let the replicas start. More than one call does no harm."""
@@ -153,6 +157,9 @@ class LocalReduction:
     def __init__(self, results: list[tuple[ShardedParam, Tensor]]) -> None:
         self._results = results
 
+    def tensors(self) -> Iterator[Tensor | None]:
+        yield from (gradient for _, gradient in self._results)
+
     def advance(self) -> None:
         pass
 
@@ -187,10 +194,8 @@ class ExchangedReduction:
         self._adding: Pending | None = None
         self._ending = ending
         self._streams = streams
-        self.has_second_stage = (
-            self.is_lent
-            or ending.to_host is not None
-            or (ending.replicas is not None and not ending.is_put_off)
+        self.has_second_stage = ending.to_host is not None or (
+            ending.replicas is not None and not ending.is_put_off
         )
         self._results: list[Tensor] = []
         self._exchanged: torch.Event | None = None
@@ -203,6 +208,11 @@ class ExchangedReduction:
                     self._enqueue_rest()
             else:
                 self._enqueue_rest()
+
+    def tensors(self) -> Iterator[Tensor | None]:
+        for section in self._sections:
+            yield from (section.buffer, *section.held, section.packed)
+        yield from self._results
 
     def _enqueue_rest(self) -> None:
         self._add_replicas()
@@ -267,8 +277,7 @@ class ExchangedReduction:
             # Behind this event the compute stream may reuse the memory of the full gradients.
             self._streams.compute_waits(self._exchanged)
             self._exchanged = None
-            if not self.is_lent:
-                self._release()
+            self._release()
 
     def _release(self) -> None:
         if self._lent is not None:

@@ -73,7 +73,6 @@ class Schedule:
         """For each group those around it: in memory as long as it is, they do not count."""
         for channel, group in enumerate(groups):
             group.channel = channel
-            group.on_first_gradient = self.first_gradient
             group.on_gradients_complete = self.gradients_complete
 
     # Gather and free
@@ -266,7 +265,7 @@ class Schedule:
             self.make_full(group)
             self._note("backward", group)
         self._prefetch(group, self.backward_order, explicit)
-        self.reductions.progress(self.trace)
+        self.reductions.end_lent(self.trace)
 
     def begin_backward(self) -> None:
         """Autograd reached the first of our hooks, or another."""
@@ -306,10 +305,6 @@ class Schedule:
         if group.switches.reshard_after_backward:
             self._free_unless_running(group)
             self._prefetch(group, self.backward_order, None)
-
-    def first_gradient(self, group: ParamGroup) -> None:
-        """One trainable parameter of the group, of several, has a gradient."""
-        self.reductions.progress(self.trace)
 
     def gradients_complete(self, group: ParamGroup) -> None:
         """Every trainable parameter of the group has a gradient."""

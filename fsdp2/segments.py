@@ -40,6 +40,8 @@ class Segment:
         self.memory = _map(os.getpid(), self._file, nbytes)
         self.address = torch.tensor([serial, os.getpid(), self._file, nbytes])
         """What peers need to find it."""
+        self.used_nbytes = 0
+        """Pages behind these were never touched."""
         self.is_in_use = False
         """Whether the exchange that it serves is under way on this rank."""
         self.messages: list[dist.Work] = []
@@ -87,7 +89,13 @@ class Segments:
             segment = Segment(next(self._serials), size)
             self._own.append(segment)
         segment.is_in_use = True
+        segment.used_nbytes = max(segment.used_nbytes, nbytes)
         return segment
+
+    @property
+    def held_nbytes(self) -> int:
+        """Of this rank's own segments."""
+        return sum(segment.used_nbytes for segment in self._own)
 
     def number(self, channel: int) -> int:
         """Of the next exchange of a channel, alike on all ranks.
@@ -119,6 +127,12 @@ def meet(group: dist.ProcessGroup) -> Segments | None:
     if group not in _met:
         _met[group] = _meet(group)
     return _met[group]
+
+
+def held_nbytes(group: dist.ProcessGroup) -> int:
+    """Of this rank's segments for ``group``."""
+    met = _met.get(group)
+    return 0 if met is None else met.held_nbytes
 
 
 class _Card(NamedTuple):

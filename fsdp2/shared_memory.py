@@ -1,11 +1,10 @@
 """Ranks of one host read each other's memory instead of sending it.
 
-A rank writes what its peers need into a segment, once, and sends each of them the segment's
-address: four numbers. A peer reads the numbers where they lie, straight into its full
-parameters or its sum, and answers; then the segment may be written again. Gradients need no
-segment where the system lets peers read any memory, and shards none where they are gathered as
-they are: they are lent, see ``loans``. What is read, and the order in which it is summed, is the
-same as with messages.
+Where the system lets processes read any memory of each other, a rank lends its shards and its
+gradients where they lie: see ``loans``. Elsewhere it writes what its peers need into a segment,
+once, and sends each of them the segment's address: four numbers. A peer reads the numbers where
+they lie, straight into its full parameters or its sum, and answers; then the segment may be
+written again. What is read, and the order in which it is summed, is the same as with messages.
 """
 
 from __future__ import annotations
@@ -47,11 +46,13 @@ class SharedMemory:
     def name(self) -> str:
         return self._messages.name if self._segments is None else "shared memory"
 
-    def plan_gather(self, blocks: Sequence[Tensor], own: Sequence[Tensor] = ()) -> GatherPlan:
+    def plan_gather(
+        self, blocks: Sequence[Tensor], own: Sequence[Tensor] | None = None
+    ) -> GatherPlan:
         self._segments = meet(self.group)
         if self._segments is None:
             return self._messages.plan_gather(blocks)
-        if own and self._segments.reads_peers:
+        if own is not None and self._segments.reads_peers:
             return PeerGather(blocks, own, self._segments, self.group, self.rank)
         return SharedGather(self, self._segments, blocks)
 

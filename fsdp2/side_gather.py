@@ -25,6 +25,11 @@ class SideGather(Protocol):
         """What it adds to memory while it is in flight."""
         ...
 
+    @property
+    def held_nbytes(self) -> int:
+        """What it holds now."""
+        ...
+
     def fill(self) -> None:
         """Allocate, and write what this rank contributes."""
         ...
@@ -119,6 +124,10 @@ class CodedGather:
     @property
     def nbytes(self) -> int:
         return self._side.nbytes
+
+    @property
+    def held_nbytes(self) -> int:
+        return self._side.storage.nbytes()
 
     def fill(self) -> None:
         self._side.allocate()

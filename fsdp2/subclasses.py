@@ -64,6 +64,11 @@ class SubclassGather:
         gathered = self._side.nbytes if self._side is not None else 0
         return gathered + sum(nbytes for _, nbytes in self._inner)
 
+    @property
+    def held_nbytes(self) -> int:
+        gathered = self._side.storage.nbytes() if self._side is not None else 0
+        return gathered + sum(storage.nbytes() for storage, _ in self._inner)
+
     def make_full(self, channel: int) -> Tensor:
         """Gather once to learn what the full tensor is."""
         self.fill()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from torch import Tensor
+
 from fsdp2.buffers import Staging
 from fsdp2.param_group import ParamGroup
 from fsdp2.reduction import Reduction
@@ -36,17 +38,14 @@ class UnderWay:
         while len(self._exchanging) > self.max_exchanges:
             self._sum(self._exchanging.pop(0), trace)
 
-    def progress(self, trace: Trace | None) -> None:
-        """End what peers read in place one stage further, early in the next group's backward.
+    def end_lent(self, trace: Trace | None) -> None:
+        """End what peers read in place, at the start of the next group's backward.
 
-        Peers have come as far by then, so nobody waits long, and the gradients of two groups
-        are never all alive at once. Messages go on travelling behind compute.
+        There is nothing to hide: no bytes travel, and peers have come as far. So the gradients
+        of two groups are never alive at once. Messages go on travelling behind compute.
         """
         if any(reduction.is_lent for _, started in self._exchanging[:1] for reduction in started):
             self._sum(self._exchanging.pop(0), trace)
-        elif any(reduction.is_lent for _, started in self._adding for reduction in started):
-            earlier, self._adding = self._adding, []
-            self._hand_over(earlier, trace)
 
     def _sum(self, started: Started, trace: Trace | None) -> None:
         """Make the sums of one group; finish those of the group before it."""
@@ -73,6 +72,13 @@ class UnderWay:
             self._sum(self._exchanging.pop(0), trace)
         earlier, self._adding = self._adding, []
         self._hand_over(earlier, trace)
+
+    def tensors(self) -> Iterator[Tensor | None]:
+        """What is under way, and blocks kept for the next ones."""
+        for _, reductions in (*self._exchanging, *self._adding):
+            for reduction in reductions:
+                yield from reduction.tensors()
+        yield from self._staging.tensors()
 
     @contextmanager
     def unlimited(self) -> Iterator[None]:

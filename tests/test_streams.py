@@ -169,45 +169,27 @@ record   gathering 4
 reduce   root
 {        reducing
 record   reducing 0
-behind   reducing 0 (replicating)
-{        replicating
-record   replicating 0
-}        replicating
 }        reducing
 behind   gathering 3
 wait     blocks.1
 backward blocks.1
 behind   reducing 0
-summed   root
-behind   replicating 0
 reduced  root
 reduce   blocks.1
 {        reducing
 record   reducing 1
-behind   reducing 1 (replicating)
-{        replicating
-record   replicating 1
-}        replicating
 }        reducing
 free     blocks.1
 behind   gathering 4
 wait     blocks.0
 backward blocks.0
 behind   reducing 1
-summed   blocks.1
-behind   replicating 1
 reduced  blocks.1
 reduce   blocks.0
 {        reducing
 record   reducing 2
-behind   reducing 2 (replicating)
-{        replicating
-record   replicating 2
-}        replicating
 }        reducing
 behind   reducing 2
-summed   blocks.0
-behind   replicating 2
 reduced  blocks.0
 free     root
 free     blocks.0

@@ -28,6 +28,7 @@ ROOMS = [
     "checkpoint.meeting",
     "checkpoint.folders",
     "explain",
+    "accounting",
     "materializing",
     "resetting",
     "deferred",
