@@ -9,6 +9,7 @@ gather, and so that every view is made once.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 from weakref import WeakSet
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fsdp2.layout import GroupLayout, Path, Section, Slot
+from fsdp2.runs import runs_of
 
 
 class PackedBlock(NamedTuple):
@@ -27,9 +29,15 @@ class PackedBlock(NamedTuple):
     sizes: list[int]
     outs: list[Tensor]
     """Per packed parameter its slice of the full buffer, ``(packed_ranks, chunk_numel)``."""
+    runs: list[tuple[Tensor, Tensor]]
+    """On the CPU: runs of such slices, and the columns that go there."""
 
     def copy_out(self) -> None:
-        torch.split_with_sizes_copy(self.rows, self.sizes, dim=1, out=self.outs)
+        if self.runs:
+            for out, columns in self.runs:
+                out.copy_(columns)
+        else:  # one kernel on an accelerator
+            torch.split_with_sizes_copy(self.rows, self.sizes, dim=1, out=self.outs)
 
 
 class ShardBuffer:
@@ -203,7 +211,22 @@ class Filling:
         self._add_block(block, self._shards.packed(section))
         sizes = [slot.rows.chunk_numel for slot in slots]
         outs = [self._full.at(index, s.full_offset, ranks, s.rows.chunk_numel) for s in slots]
-        self._packed.append(PackedBlock(block[:ranks], sizes, outs))
+        is_on_cpu = block.device.type == "cpu"
+        runs = self._packed_runs(block, outs) if is_on_cpu else []
+        self._packed.append(PackedBlock(block[:ranks], sizes, outs, runs))
+
+    def _packed_runs(self, block: Tensor, outs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        ranks, sizes = outs[0].shape[0], [out.shape[1] for out in outs]
+        starts = [0, *accumulate(sizes)][:-1]
+        full_starts = [int(out.storage_offset()) for out in outs]
+        found: list[tuple[Tensor, Tensor]] = []
+        for run in runs_of(sizes, starts, full_starts):
+            size, (step, full_step) = sizes[run.first], run.steps
+            shape = run.length, ranks, size
+            first, out = block[:, starts[run.first] :], outs[run.first]
+            columns = first.as_strided(shape, (step, block.shape[1], 1))
+            found.append((out.as_strided(shape, (full_step, size, 1)), columns))
+        return found
 
     def _add_block(self, block: Tensor, source: Tensor) -> None:
         self.blocks.append(block)
@@ -222,6 +245,15 @@ class Filling:
         self._own_sources.append(source)
 
 
+class StagingBlock(NamedTuple):
+    """Room for the packed gradients of one section, ``(world_size, packed_numel)``."""
+
+    rows: Tensor
+    owned: Tensor
+    """The rows of the first ranks, which own something in it besides the flags."""
+    flat: Tensor
+
+
 class Staging:
     """Packed gradient blocks that are not in use: the next group of the same kind takes one.
 
@@ -229,16 +261,16 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        self._idle: dict[Hashable, Tensor] = {}
+        self._idle: dict[Hashable, StagingBlock] = {}
 
-    def take(self, kind: Hashable) -> Tensor | None:
+    def take(self, kind: Hashable) -> StagingBlock | None:
         return self._idle.pop(kind, None)
 
-    def give(self, kind: Hashable, block: Tensor) -> None:
+    def give(self, kind: Hashable, block: StagingBlock) -> None:
         self._idle[kind] = block
 
     def tensors(self) -> list[Tensor]:
-        return list(self._idle.values())
+        return [block.rows for block in self._idle.values()]
 
 
 def own_storage(local: Tensor) -> Tensor:

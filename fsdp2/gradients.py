@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fsdp2 import _torch
-from fsdp2.buffers import Staging
+from fsdp2.buffers import Staging, StagingBlock
 from fsdp2.collectives import NOTHING, Pending, Replicas, Source, Transport
 from fsdp2.gradient_layout import GradientColumn, plan_gradients
 from fsdp2.layout import GroupLayout, Path, Section, Slot
@@ -22,6 +22,7 @@ from fsdp2.quantising import may_be_coded
 from fsdp2.reduction import (
     Ending,
     ExchangedReduction,
+    GradientRun,
     GradientView,
     LocalReduction,
     ReducedSection,
@@ -29,6 +30,7 @@ from fsdp2.reduction import (
     SectionPlan,
     kind_of,
 )
+from fsdp2.runs import runs_of
 from fsdp2.sharded_param import ShardedParam
 from fsdp2.streams import Streams
 
@@ -75,6 +77,8 @@ class ReductionPlan:
             return Path.DIRECT
 
         gradients = plan_gradients(section, trainable, path_of, reduced.itemsize)
+        views = [self._view(column) for column in gradients.columns]
+        runs = runs_of([view.shape for view in views], [view.offset for view in views])
         return SectionPlan(
             gradients=gradients,
             storage=storage,
@@ -85,7 +89,8 @@ class ReductionPlan:
             packed=[
                 c for c in gradients.by_path(Path.PACKED, Path.REPLICATED) if c.slot.rows.numel
             ],
-            views=[self._view(column) for column in gradients.columns],
+            views=views,
+            runs=[GradientRun.over(views, run) for run in runs],
             coded=frozenset(s.index for s in section.slots if self._is_coded(s, compute)),
         )
 
@@ -103,7 +108,7 @@ class ReductionPlan:
 
     # Prepare
 
-    @torch.no_grad()
+    @_torch.no_grad
     def accumulate(self) -> None:
         """Keep the gradients of this backward for a later reduction."""
         for plan in self.sections:
@@ -142,7 +147,7 @@ class ReductionPlan:
 
     # Exchange
 
-    @torch.no_grad()
+    @_torch.no_grad
     def start(
         self,
         streams: Streams,
@@ -229,10 +234,12 @@ class ReductionPlan:
         missing: list[int] = []
         full: dict[int, Tensor] = {}
         for view in plan.views:
-            gradient = self._take_all(view.param)
+            param = view.param
+            is_kept = param.accumulated is not None
+            gradient = self._take_all(param) if is_kept else self._take(param)
             if gradient is None:
                 missing.append(view.index)
-                shape = view.param.rows.shape
+                shape = param.rows.shape
                 gradient = torch.zeros(shape, dtype=wire, device=self._mesh.device)
             else:
                 if view.dim:
@@ -247,9 +254,9 @@ class ReductionPlan:
             index = column.slot.index
             sources.append(Source(full[index].view(-1), chunk, out, index in plan.coded))
         packed = self._pack(plan, full, missing, staging, wire)
-        packed_numel = plan.gradients.packed_numel
-        out = buffer.narrow(0, plan.gradients.packed_offset, packed_numel)
-        sources.append(Source(packed.view(-1), packed_numel, out))
+        start = plan.gradients.packed_offset
+        out = buffer[start:] if start else buffer
+        sources.append(Source(packed.flat, plan.gradients.packed_numel, out))
         return ReducedSection(plan, buffer, missing, list(full.values()), packed)
 
     def _gradient_buffer(self, plan: SectionPlan) -> Tensor:
@@ -262,7 +269,7 @@ class ReductionPlan:
         missing: list[int],
         staging: Staging,
         wire: torch.dtype,
-    ) -> Tensor:
+    ) -> StagingBlock:
         """Row r of the packed block is what rank r owns of each small gradient, and the flags."""
         gradients = plan.gradients
         owners = gradients.packed_ranks
@@ -271,15 +278,16 @@ class ReductionPlan:
         is_new = packed is None
         if packed is None:
             shape = self._mesh.world_size, gradients.packed_numel
-            packed = torch.empty(shape, dtype=wire, device=self._mesh.device)
+            rows = torch.empty(shape, dtype=wire, device=self._mesh.device)
+            packed = StagingBlock(rows, rows[:owners], rows.view(-1))
         if owners:
             columns = [full[column.slot.index] for column in plan.packed]
             columns = [c.expand(owners, 1) if c.ndim == 0 else c for c in columns]
             columns.append(flags.expand(owners, -1))
-            _torch.chunk_cat(columns, owners, out=packed[:owners])
+            _torch.chunk_cat(columns, owners, out=packed.owned)
         if is_new or missing:  # what the other ranks get besides the flags only a hook reads
-            packed[owners:, : gradients.packed_numel - len(flags)] = 0
-            packed[owners:, gradients.packed_numel - len(flags) :] = flags
+            packed.rows[owners:, : gradients.packed_numel - len(flags)] = 0
+            packed.rows[owners:, gradients.packed_numel - len(flags) :] = flags
         return packed
 
     def _flags(self, plan: SectionPlan, missing: list[int], wire: torch.dtype) -> Tensor:

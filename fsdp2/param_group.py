@@ -88,6 +88,7 @@ class ParamGroup:
         """The same per portion, by places in it."""
         self._are_trainable: list[bool] = []
         self._arrived: torch.Event | None = None
+        self._shards: list[nn.Parameter] = []
         self._versions: list[int] = []
         self.custom = CustomComms()
         self.reduces_apart = False
@@ -121,6 +122,7 @@ class ParamGroup:
         self._note_layout()
 
     def _note_layout(self) -> None:
+        self._shards = [param.shard for param in self.params]
         self.attributes.remember()
         self.aliases_shards = all(portion.aliases_shards for portion in self.portions)
         """Whether the full parameters take no memory beside the shards."""
@@ -216,7 +218,7 @@ class ParamGroup:
         hooks = {param: _gradient_hook(self, i) for i, param in enumerate(self.params)}
         for portion in self.portions:
             portion.make_full(hooks, self.channel)
-        self._versions = [param.shard._version for param in self.params]
+        self._versions = _torch.versions_of(self._shards)
         self._are_trainable = []
 
     # Gather
@@ -225,7 +227,7 @@ class ParamGroup:
     def needs_gather(self) -> bool:
         return self.state is GroupState.SHARDED or self.state is GroupState.PART
 
-    @torch.no_grad()
+    @_torch.no_grad
     def start_gather(self, streams: Streams) -> None:
         """Issue the gather of the full parameters: from ``SHARDED`` or ``PART`` to ``ARRIVING``."""
         assert self.needs_gather, self.name
@@ -256,7 +258,7 @@ class ParamGroup:
             if streams.runs_ahead:
                 self._arrived = streams.event()
 
-    @torch.no_grad()
+    @_torch.no_grad
     def finish_gather(self, streams: Streams) -> None:
         """Wait until the full parameters can be read: from ``ARRIVING`` to ``FULL``."""
         assert self.state is GroupState.ARRIVING, self.name
@@ -274,7 +276,7 @@ class ParamGroup:
         A shard that was written to since the last gather counts as an in-place change of
         the full parameter, so that autograd refuses a backward through its old value.
         """
-        versions = [param.shard._version for param in self.params]
+        versions = _torch.versions_of(self._shards)
         if versions != self._versions:
             changed = [
                 param.full
@@ -286,7 +288,8 @@ class ParamGroup:
 
     def follow_trainable(self) -> None:
         """A shard that was frozen or thawed makes its full parameter so."""
-        flags = [param.shard.requires_grad for param in self.params]
+        with _torch.plain_attributes():
+            flags = [shard.requires_grad for shard in self._shards]
         if flags != self._are_trainable:
             for param, flag in zip(self.params, flags):
                 assert param.full is not None
@@ -299,7 +302,7 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """Whether a shard was written to or replaced after it had been gathered."""
-        versions = [param.shard._version for param in self.params]
+        versions = _torch.versions_of(self._shards)
         return versions != self._versions or not self.attributes.are_ours()
 
     def free(self) -> None:

@@ -187,11 +187,13 @@ class Portion:
     @property
     def held_nbytes(self) -> int:
         """What this portion holds now beside its shards."""
-        buffers = self._full, self._on_device, self._part and self._part.shards
-        held = sum(buffer.held_nbytes for buffer in buffers if buffer is not None)
         lent = self._lent or self._gather
         copied = lent.copied_nbytes if isinstance(lent, Lent) else 0
-        return held + copied + sum(side.held_nbytes for side in self._sides)
+        return copied + sum(each.held_nbytes for each in (*self._buffers(), *self._sides))
+
+    def _buffers(self) -> list[FullBuffer | ShardBuffer]:
+        buffers = self._full, self._on_device, self._part and self._part.shards
+        return [buffer for buffer in buffers if buffer is not None]
 
     @property
     def part_nbytes(self) -> int:
@@ -218,12 +220,8 @@ class Portion:
                 if full.requires_grad:
                     full.register_post_accumulate_grad_hook(hooks[param])
             self._part = self._make_part()
-        if buffer is not None:
-            buffer.free()
-        if self._part is not None:
-            self._part.shards.free()
-        if self._on_device is not None:
-            self._on_device.free()
+        for each in self._buffers():
+            each.free()
 
     def _make_buffers(self) -> None:
         """The full buffer and what fills it."""
@@ -333,7 +331,7 @@ class Portion:
             return None
         return make_part(self.layout, axis, full, self._transport_over(axis), self.mesh.device)
 
-    @torch.no_grad()
+    @_torch.no_grad
     def keep_part(self) -> None:
         """Keep this rank's part of the full parameters and free the rest."""
         self.take_back()

@@ -19,10 +19,12 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fsdp2.buffers import Staging
+from fsdp2 import _torch
+from fsdp2.buffers import Staging, StagingBlock
 from fsdp2.collectives import Lent, Pending, Replicas, Source
 from fsdp2.gradient_layout import GradientColumn, GradientSection
-from fsdp2.sharded_param import ShardedParam
+from fsdp2.runs import Run
+from fsdp2.sharded_param import ShardedParam, set_gradients
 from fsdp2.streams import Streams
 
 
@@ -69,6 +71,29 @@ class GradientView:
         return view.movedim(0, self.dim) if self.dim else view
 
 
+@dataclass(frozen=True)
+class GradientRun:
+    """Gradients of one shape at equal distances in the gradient buffer, reached by one view."""
+
+    views: list[GradientView]
+    shape: tuple[int, ...]
+    """How many there are, then that of each: rows in front."""
+    stride: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def over(cls, views: list[GradientView], run: Run) -> GradientRun:
+        members = views[run.first : run.first + run.length]
+        first = members[0]
+        return cls(members, (run.length, *first.shape), (*run.steps, *first.stride), first.offset)
+
+    def of(self, buffer: Tensor) -> Iterator[tuple[GradientView, Tensor]]:
+        """Contiguous, in the order of each parameter's own dimensions."""
+        found = torch.as_strided(buffer, self.shape, self.stride, self.offset).unbind()
+        for view, gradient in zip(self.views, found):
+            yield view, gradient.movedim(0, view.dim).contiguous() if view.dim else gradient
+
+
 class SectionPlan(NamedTuple):
     """One section of a reduction, with everything that can be known beforehand."""
 
@@ -81,6 +106,8 @@ class SectionPlan(NamedTuple):
     direct: list[GradientColumn]
     packed: list[GradientColumn]
     views: list[GradientView]
+    runs: list[GradientRun]
+    """All of ``views``, in their order."""
     coded: frozenset[int]
     """Parameters whose gradients may travel quantised, if they travel by themselves."""
 
@@ -95,14 +122,13 @@ class ReducedSection(NamedTuple):
     """Parameters without a gradient on this rank."""
     held: list[Tensor]
     """The full gradients: their memory must not be reused before all has been read."""
-    packed: Tensor | None
-    """The staging block, ``(world_size, packed_numel)``."""
+    packed: StagingBlock | None
 
     @property
     def kind(self) -> Hashable:
         """Blocks of one kind have the same shape, and their flags in the same place."""
         assert self.packed is not None
-        return kind_of(self.plan, self.packed.dtype)
+        return kind_of(self.plan, self.packed.rows.dtype)
 
 
 def kind_of(plan: SectionPlan, wire: torch.dtype) -> Hashable:
@@ -163,10 +189,9 @@ class LocalReduction:
     def advance(self) -> None:
         pass
 
-    @torch.no_grad()
+    @_torch.no_grad
     def finish(self) -> None:
-        for param, gradient in self._results:
-            param.set_gradient(gradient)
+        set_gradients([p for p, _ in self._results], [g for _, g in self._results])
         self._results = []
 
     def drop(self) -> None:
@@ -211,7 +236,8 @@ class ExchangedReduction:
 
     def tensors(self) -> Iterator[Tensor | None]:
         for section in self._sections:
-            yield from (section.buffer, *section.held, section.packed)
+            yield from (section.buffer, *section.held)
+            yield section.packed.rows if section.packed is not None else None
         yield from self._results
 
     def _enqueue_rest(self) -> None:
@@ -251,7 +277,8 @@ class ExchangedReduction:
                 section.buffer.div_(self._ending.divisor)
             if self._ending.hook is not None:
                 self._call_hook(section)
-            result = section.buffer.to(section.plan.storage)
+            result, storage = section.buffer, section.plan.storage
+            result = result if result.dtype is storage else result.to(storage)
             results.append(self._ending.to_host(result) if self._ending.to_host else result)
         return results
 
@@ -265,7 +292,7 @@ class ExchangedReduction:
         with self._streams.on(stream):
             hook(gradients)
 
-    @torch.no_grad()
+    @_torch.no_grad
     def advance(self) -> None:
         self._advance()
 
@@ -287,7 +314,7 @@ class ExchangedReduction:
         for section in self._sections:
             section.held.clear()
 
-    @torch.no_grad()
+    @_torch.no_grad
     def finish(self) -> None:
         """Wait, and hand the gradients to the shards."""
         self._advance()
@@ -307,12 +334,14 @@ class ExchangedReduction:
 
     def _hand_over(self, section: ReducedSection, result: Tensor) -> None:
         unused = self._unused(section) if section.missing else ()
-        for view in section.plan.views:
-            if view.index not in unused:
-                local = torch.as_strided(result, view.shape, view.stride, view.offset)
-                if view.dim:
-                    local = local.movedim(0, view.dim).contiguous()
-                view.param.set_gradient(local)
+        params = [view.param for view in section.plan.views if view.index not in unused]
+        gradients = (
+            gradient
+            for run in section.plan.runs
+            for view, gradient in run.of(result)
+            if view.index not in unused
+        )
+        set_gradients(params, gradients)
 
     @torch.no_grad()
     def drop(self) -> None:

@@ -13,6 +13,7 @@ The tensors of a parameter have these names everywhere:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from weakref import ref
 
@@ -304,6 +305,22 @@ class ShardedParam:
         # Users' hooks on the shard expect to see its gradient, once per backward.
         for hook in _torch.post_accumulate_hooks(self.shard):
             hook(self.shard)
+
+
+def set_gradients(params: Sequence[ShardedParam], gradients: Iterable[Tensor]) -> None:
+    """``set_gradient`` for many; most often they have none yet, and nobody listens.
+
+    Where users' hooks may free one before the next is made, ``gradients`` is read one by one.
+    """
+    shards = [param.shard for param in params]
+    if _torch.may_be_given(shards):
+        made = _torch.dtensors(gradients, [param.spec for param in params])
+        with _torch.plain_attributes():
+            for shard, gradient in zip(shards, made):
+                shard.grad = gradient
+        return
+    for param, local in zip(params, gradients):
+        param.set_gradient(local)
 
 
 def _moved(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:

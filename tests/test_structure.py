@@ -100,6 +100,7 @@ ROOMS = [
     "streams",
     "quantising",
     "layout",
+    "runs",
     "mesh",
     "compiling",
     "nested",
