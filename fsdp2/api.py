@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from fsdp2 import _torch
 from fsdp2._torch import DataParallelMeshDims
 from fsdp2.arguments import (
     check_ignored,
+    check_limit,
     check_memory,
     check_mesh,
     check_modules,
@@ -256,19 +257,37 @@ def sync_replicas(model: nn.Module) -> None:
     broadcast_first_replica(state.group for state in _states_of(model, "sync_replicas"))
 
 
-def set_inflight_limit(model: nn.Module, limit: int) -> None:
+def set_inflight_limit(
+    model: nn.Module, limit: int | Literal["auto"], budget: int | None = None
+) -> None:
     """Hold at most ``limit`` groups gathered that are freed behind their use. Default 2.
 
     Groups that are kept after forward, the root for one, and groups around the one that
     computes do not count; they are there in any case. A group that compute needs right now
-    is gathered whatever the limit says.
+    is gathered whatever the limit says. Call it on all ranks alike.
+
+    ``"auto"`` begins with 2 and finds the limit while training. All ranks have the same one:
+    the worst rank's figures count, in one small all-reduce per step and mesh dimension, hidden
+    behind the next step. It is raised by one while more than 2% of a step is spent waiting
+    for gathers that could have been issued earlier; a raise that hides less than a tenth of
+    that is taken back and tried again after 100 steps. It is lowered for good when the
+    allocator had to retry, or when memory comes within 5% of the budget. A trace has each
+    change with its reason. Evaluation uses the limit that training found.
+
+    Args:
+        model: A model below which ``fully_shard`` was called.
+        limit: A whole number from 1 on, or ``"auto"``.
+        budget: With ``"auto"``, bytes per rank. On an accelerator they are compared with the
+            peak of all that PyTorch allocated, whose statistics are reset in every step; on
+            CPU with the full parameters that are gathered at once, as nothing else is known.
+
+    Raises:
+        UsageError: Another limit, a budget that is no positive whole number or comes without
+            ``"auto"``, or nothing below ``model`` is sharded.
     """
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise UsageError(
-            f"the limit on groups in flight is a whole number from 1 on, got {limit!r}"
-        )
+    wanted = check_limit(limit, budget)
     for state in _states_of(model, "set_inflight_limit"):
-        state.set_limit(limit)
+        state.set_limit(wanted)
 
 
 @contextmanager

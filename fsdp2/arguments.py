@@ -14,6 +14,7 @@ from fsdp2._torch import DataParallelMeshDims
 from fsdp2.errors import UsageError
 from fsdp2.find import is_container
 from fsdp2.hooks import state_of
+from fsdp2.limits import Auto
 from fsdp2.mesh import ShardMesh, named_mesh, shard_mesh
 from fsdp2.policies import OffloadPolicy
 from fsdp2.quantising import WIRE_DTYPES
@@ -179,3 +180,31 @@ def check_divide_factor(factor: float) -> float:
             "sum over all ranks"
         )
     return float(factor)
+
+
+def check_limit(limit: object, budget: object) -> int | Auto:
+    """On groups in flight; ``budget`` goes with ``"auto"``."""
+    if isinstance(limit, str) and limit == "auto":
+        return Auto(_check_budget(budget))
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise UsageError(
+            "the limit on groups in flight is a whole number from 1 on, or 'auto' to have it "
+            f"found, got {limit!r}"
+        )
+    if budget is not None:
+        raise UsageError(
+            f"a budget ({budget!r}) is for a limit that is to be found, and this one is {limit}; "
+            "pass 'auto', or leave the budget out"
+        )
+    return limit
+
+
+def _check_budget(budget: object) -> int | None:
+    if budget is None:
+        return None
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return budget
+    raise UsageError(
+        f"the budget is a whole number of bytes above 0, got {budget!r}; leave it out to go by the "
+        "allocator alone"
+    )

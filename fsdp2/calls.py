@@ -11,7 +11,18 @@ away takes its calls with it, and nothing waits for their backward.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 from weakref import ref
+
+
+class Phase(Enum):
+    """What the root is doing."""
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    FAILED = "failed"
+    """The root's forward raised; only ``reset`` leads out."""
 
 
 @dataclass(eq=False)

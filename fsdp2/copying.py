@@ -116,7 +116,7 @@ def _finish(state: State, memo: Memo) -> None:
     made.begin([memo[id(module)] for module in state.modules], copied, state.follows_root)
     made.ignored = list(state.ignored)
     made.joined = [param for old, param in zip(group.params, params) if old in state.joined]
-    made.set_limit(state.limit)
+    made.set_limit(state.asked_limit)
     for module, name in state.forward_methods:
         memo[id(module)].__dict__.pop(name)
         gather_in_method(made, memo[id(module)], name)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp2 import _torch
-from fsdp2.calls import Call
+from fsdp2.calls import Call, Phase
 from fsdp2.checks import (
     refuse_meta,
     refuse_offloaded_on_device,
@@ -24,11 +24,12 @@ from fsdp2.dealing import deal_state_dict
 from fsdp2.find import Tie, is_container
 from fsdp2.guard import unguard_state_dict
 from fsdp2.late_ties import join_late_ties
+from fsdp2.limits import DEFAULT_LIMIT, Auto
 from fsdp2.nested import map_tensors, tensors_in
 from fsdp2.param_group import GroupState, ParamGroup
 from fsdp2.pipelining import StageEnd
 from fsdp2.replicas import check_replicas
-from fsdp2.schedule import DEFAULT_LIMIT, Phase, Schedule
+from fsdp2.schedule import Schedule
 from fsdp2.second_order import gather_behind
 from fsdp2.sharded_param import ShardedParam
 from fsdp2.streams import SharedStreams, Streams
@@ -76,7 +77,7 @@ class State(StageEnd):
         """Tied parameters taken over from calls inside this one."""
         self.unjoined: list[Tie] = []
         """Attributes of the modules that hold parameters of other groups."""
-        self._limit = DEFAULT_LIMIT
+        self._limit: int | Auto = DEFAULT_LIMIT
         self._optimizer_done: torch.Event | None = None
         self._uncast: dict[nn.Module, tuple[set[int], set[str]]] = {}
         self.shared_streams: SharedStreams | None = None
@@ -275,12 +276,19 @@ class State(StageEnd):
 
     @property
     def limit(self) -> int:
-        return self._limit if self.schedule is None else self.schedule.limit
+        """What holds now."""
+        if self.schedule is not None:
+            return self.schedule.limit
+        return self._limit if isinstance(self._limit, int) else DEFAULT_LIMIT
 
-    def set_limit(self, limit: int) -> None:
+    @property
+    def asked_limit(self) -> int | Auto:
+        return self._limit if self.schedule is None else self.schedule.asked_limit
+
+    def set_limit(self, limit: int | Auto) -> None:
         self._limit = limit
         if self.schedule is not None:
-            self.schedule.limit = limit
+            self.schedule.set_limit(limit)
 
     def set_max_exchanges(self, count: int) -> None:
         self.group.switches.max_exchanges = count
@@ -302,7 +310,7 @@ class State(StageEnd):
     def set_trace(self, trace: Trace | None) -> None:
         self._trace = trace
         if self.schedule is not None:
-            self.schedule.trace = trace
+            self.schedule.set_trace(trace)
 
     def set_is_last_backward(self, is_last: bool) -> None:
         self._is_last_backward = is_last
@@ -316,8 +324,8 @@ class State(StageEnd):
         if is_root:
             if self._optimizer_done is not None:
                 schedule.streams.wait_once(self._optimizer_done)
-            schedule.limit = self._limit
-            schedule.trace = self._trace
+            schedule.set_trace(self._trace)
+            schedule.set_limit(self._limit)
             schedule.is_last_backward = self._is_last_backward
 
     def reset(self) -> None:
@@ -370,9 +378,9 @@ def start_root(state: State) -> Schedule:
                 f"'{member.group.name}' was called by itself and is still in "
                 f"{previous.phase.value}; finish its step before calling the module around it"
             )
-        member.join(schedule, is_root=member is state)
         if member.follows_root:
             member.group.switches.reshard_after_forward = member is not state
+        member.join(schedule, is_root=member is state)
     return schedule
 
 

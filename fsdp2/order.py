@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from fsdp2.collectives import gather_values
-from fsdp2.mesh import ShardMesh
 from fsdp2.param_group import ParamGroup
 
 
@@ -60,18 +59,17 @@ def enclosing(groups: list[ParamGroup]) -> dict[ParamGroup, set[ParamGroup]]:
     return around
 
 
-def check_same_order(mesh: ShardMesh, place: int, names: Sequence[str]) -> None:
-    """Compare with all ranks what each does next: ``names[place]``.
+def check_same_order(groups: list[ParamGroup], channel: int, phase: str) -> None:
+    """In the first pass each way, compare with all ranks what each is about to gather.
 
     Ranks that disagree would wait for each other, or read each other's layers.
-
-    Raises:
-        RuntimeError: They disagree.
     """
-    groups = [axis.group for axis in (mesh.shard, mesh.replicas) if axis.group is not None]
-    places = gather_values([place], groups, mesh.device)
-    if len(set(places)) > 1:
-        found = "; ".join(f"rank {rank}: {names[p]}" for rank, p in enumerate(places))
+    mesh = groups[0].mesh
+    axes = [axis.group for axis in (mesh.shard, mesh.replicas) if axis.group is not None]
+    channels = gather_values([channel], axes, mesh.device)
+    if len(set(channels)) > 1:
+        names = [*(f"'{group.name}'" for group in groups), f"the end of {phase}"]
+        found = "; ".join(f"rank {rank}: {names[c]}" for rank, c in enumerate(channels))
         raise RuntimeError(
             f"ranks call the fully_shard modules in different orders. Next comes {found}. "
             "Every rank must call the same modules in the same order"

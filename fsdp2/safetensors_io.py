@@ -22,12 +22,12 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp2 import _torch
+from fsdp2.calls import Phase
 from fsdp2.collectives import gather_values
 from fsdp2.errors import UsageError
 from fsdp2.gathering import gather, is_first
 from fsdp2.hooks import states_below
 from fsdp2.safetensors_files import CODES, INDEX, SINGLE, Entry, Files, Progress, dealt
-from fsdp2.schedule import Phase
 
 
 def save_safetensors(

@@ -16,29 +16,16 @@ time and nothing else.
 
 from __future__ import annotations
 
-from enum import Enum
-
 from fsdp2 import _torch
-from fsdp2.calls import Call, Step
+from fsdp2.adapting import Fixed, Limiter, limiter_of
+from fsdp2.calls import Call, Phase, Step
 from fsdp2.compiling import untraced
+from fsdp2.limits import DEFAULT_LIMIT, Auto
 from fsdp2.order import Order, check_same_order, enclosing
 from fsdp2.param_group import GroupState, ParamGroup
 from fsdp2.streams import Streams
-from fsdp2.tracing import Trace, waiting
+from fsdp2.tracing import Listener, Trace, waiting
 from fsdp2.under_way import UnderWay
-
-DEFAULT_LIMIT = 2
-"""One group computing, one arriving."""
-
-
-class Phase(Enum):
-    """What the root is doing."""
-
-    IDLE = "idle"
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    FAILED = "failed"
-    """The root's forward raised; only ``reset`` leads out."""
 
 
 class Schedule:
@@ -47,7 +34,9 @@ class Schedule:
     def __init__(self, groups: list[ParamGroup], streams: Streams) -> None:
         self.groups = groups
         self.streams = streams
+        self.asked_limit: int | Auto = DEFAULT_LIMIT
         self.limit = DEFAULT_LIMIT
+        self._limiter: Limiter = Fixed(DEFAULT_LIMIT)
         self.phase = Phase.IDLE
         self._phase_around = Phase.IDLE
         """What a backward interrupts: ``FORWARD`` where forward itself takes gradients."""
@@ -55,6 +44,8 @@ class Schedule:
         self.backwards = 0
         """How many backwards have begun."""
         self.trace: Trace | None = None
+        self.listener: Listener | None = None
+        """The trace, or what finds the limit and passes on to the trace."""
         self.forward_order = Order()
         self.backward_order = Order()
         self._in_flight: list[ParamGroup] = []
@@ -75,6 +66,21 @@ class Schedule:
             group.channel = channel
             group.on_gradients_complete = self.gradients_complete
 
+    # Set by users
+
+    def set_limit(self, limit: int | Auto) -> None:
+        if limit == self.asked_limit:
+            return
+        self._limiter.close()
+        self.asked_limit = limit
+        self._limiter = limiter_of(limit, self.groups, self.streams)
+        self.limit = self._limiter.limit
+        self.set_trace(self.trace)
+
+    def set_trace(self, trace: Trace | None) -> None:
+        self.trace = trace
+        self.listener = self._limiter.listener(trace)
+
     # Gather and free
 
     def tick(self) -> int:
@@ -83,8 +89,8 @@ class Schedule:
         return self._clock
 
     def _note(self, event: str, group: ParamGroup, detail: str = "") -> None:
-        if self.trace is not None:
-            self.trace.add(event, group.name, detail)
+        if self.listener is not None:
+            self.listener.add(event, group.name, detail)
 
     def start_gather(self, group: ParamGroup, reason: str = "") -> None:
         if group.switches.reshard_after_forward or self.phase is Phase.BACKWARD:
@@ -97,7 +103,7 @@ class Schedule:
         if group.needs_gather:
             self.start_gather(group, "on demand")
         if group.state is GroupState.ARRIVING:
-            with waiting(self.trace, "wait", group.name):
+            with waiting(self.listener, "wait", group.name):
                 group.finish_gather(self.streams)
 
     def free(self, group: ParamGroup) -> None:
@@ -158,6 +164,7 @@ class Schedule:
             )
         self.phase = Phase.FORWARD
         self.forward_order.begin()
+        self._limiter.begin_forward(self.forward_order)
         self._left = []
 
     def end_forward(self, failed: bool) -> None:
@@ -165,7 +172,7 @@ class Schedule:
         if self.phase is not Phase.FORWARD:
             return
         if not failed and self._is_checking_forward:
-            self._check_same_order(len(self.groups))
+            check_same_order(self.groups, len(self.groups), self.phase.value)
             self._is_checking_forward = False
         self.phase = Phase.FAILED if failed else Phase.IDLE
         for group in self._in_flight[:]:
@@ -179,7 +186,7 @@ class Schedule:
         group.step.running += 1
         if self.phase is Phase.FORWARD and group.params:
             if self._is_checking_forward:
-                self._check_same_order(group.channel)
+                check_same_order(self.groups, group.channel, self.phase.value)
             self._advance(self.forward_order, group)
         if self._recomputed not in (None, group):
             self._free_recomputed()
@@ -199,11 +206,6 @@ class Schedule:
             self.free(group)
         elif group.params and group.state is not GroupState.PART:
             group.follow_trainable()
-
-    def _check_same_order(self, channel: int) -> None:
-        """In the first pass each way, compare with all ranks what each is about to gather."""
-        names = [*(f"'{group.name}'" for group in self.groups), f"the end of {self.phase.value}"]
-        check_same_order(self.groups[0].mesh, channel, names)
 
     def leave_forward(self, group: ParamGroup, needs_backward: bool, is_last_call: bool) -> None:
         """One of the group's modules has returned; ``is_last_call`` says that all of them have."""
@@ -259,13 +261,13 @@ class Schedule:
         if not group.params:
             return
         if self._is_checking_backward and group.state is not GroupState.FULL:
-            self._check_same_order(group.channel)
+            check_same_order(self.groups, group.channel, self.phase.value)
         self._advance(self.backward_order, group)
         if group.switches.unshard_in_backward:
             self.make_full(group)
             self._note("backward", group)
         self._prefetch(group, self.backward_order, explicit)
-        self.reductions.end_lent(self.trace)
+        self.reductions.end_lent(self.listener)
 
     def begin_backward(self) -> None:
         """Autograd reached the first of our hooks, or another."""
@@ -277,6 +279,7 @@ class Schedule:
         _torch.call_at_end_of_backward(self.end_backward)
         last_pass = self.backward_order.used
         self.backward_order.begin(last_pass or self._left[::-1])
+        self._limiter.begin_backward(self.backward_order)
 
     def passed(self, group: ParamGroup, call: Call) -> None:
         """Backward has left one call of the group's modules."""
@@ -322,26 +325,27 @@ class Schedule:
 
     def _start_reduce(self, group: ParamGroup) -> None:
         self._note("reduce", group)
-        self.reductions.start(group, self.streams, self.trace)
+        self.reductions.start(group, self.streams, self.listener)
 
     @untraced
     def end_backward(self) -> None:
         """Called by autograd when it has no more to do."""
         if self._is_checking_backward:
             self._settle_shared()
-            self._check_same_order(len(self.groups))
+            check_same_order(self.groups, len(self.groups), self.phase.value)
             self._is_checking_backward = False
         for group in self.groups:
             self._settle(group)
         self._entered.clear()
         if self.is_last_backward:
-            self.reductions.finish(self.trace)
+            self.reductions.finish(self.listener)
         self._recomputed = None
         for group in self.groups:
             if group.switches.reshard_after_backward and group.state is not GroupState.SHARDED:
                 self._free_unless_running(group)
             group.step.end_backward(self.is_last_backward)
         self._take_back()
+        self.limit = self._limiter.end_backward()
         self.phase = self._phase_around
 
     def _take_back(self) -> None:
@@ -391,4 +395,6 @@ class Schedule:
             group.step = Step()
         self._in_flight.clear()
         self._entered.clear()
+        if self.phase is Phase.BACKWARD:
+            self.limit = self._limiter.end_backward()
         self.phase = Phase.IDLE

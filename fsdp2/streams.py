@@ -11,9 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
+from time import perf_counter
+from typing import Any, Protocol
 
 import torch
+
+Mark = Any
+"""A moment: the host's clock on CPU, an event with a time on an accelerator."""
 
 
 class Streams(Protocol):
@@ -50,6 +54,22 @@ class Streams(Protocol):
         """What compute is given from now on runs behind ``event``."""
         ...
 
+    def aside(self) -> AbstractContextManager[object]:
+        """The scope of what depends on nothing that compute was given."""
+        ...
+
+    def host_waits(self, event: Mark) -> None:
+        """Block the host until ``event`` has happened; it stalls a device that has nothing else."""
+        ...
+
+    def mark(self) -> Mark:
+        """When compute comes to this point. Measured, on an accelerator, while it runs."""
+        ...
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        """Between two marks that have happened."""
+        ...
+
 
 class HostStreams:
     """The CPU: a collective runs on its backend's threads and is waited for by the host."""
@@ -80,6 +100,18 @@ class HostStreams:
     def compute_waits(self, event: torch.Event | None) -> None:
         pass
 
+    def aside(self) -> AbstractContextManager[object]:
+        return self._scope
+
+    def host_waits(self, event: Mark) -> None:
+        pass
+
+    def mark(self) -> Mark:
+        return perf_counter()
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        return float(end - start)
+
 
 class DeviceStreams:
     """An accelerator: a stream each for gathers, reductions and sums over replicas."""
@@ -93,6 +125,8 @@ class DeviceStreams:
         self._reduce = self._module.Stream(device=device, priority=-1)
         # Of its own: the next group's reduction need not wait behind this group's replicas.
         self._replicate = self._module.Stream(device=device, priority=-1)
+        self._aside: torch.Stream | None = None
+        self._device = device
         self._optimizer_done: torch.Event | None = None
 
     def gathering(self) -> AbstractContextManager[object]:
@@ -131,6 +165,20 @@ class DeviceStreams:
     def compute_waits(self, event: torch.Event | None) -> None:
         if event is not None:
             self._module.current_stream().wait_event(event)
+
+    def aside(self) -> AbstractContextManager[object]:
+        if self._aside is None:
+            self._aside = self._module.Stream(device=self._device)
+        return self._module.stream(self._aside)
+
+    def host_waits(self, event: Mark) -> None:
+        event.synchronize()
+
+    def mark(self) -> Mark:
+        return self._module.current_stream().record_event(self._module.Event(enable_timing=True))
+
+    def seconds(self, start: Mark, end: Mark) -> float:
+        return float(start.elapsed_time(end)) / 1e3  # it counts milliseconds
 
 
 def streams_of(device: torch.device) -> Streams:

@@ -15,8 +15,8 @@ from fsdp2.transfers import Transfer, Why
 _COMPUTING = ("forward", "backward")
 
 
-def table(transfers: Sequence[Transfer]) -> str:
-    """One line for each group and kind, the most exposed first."""
+def table(transfers: Sequence[Transfer], events: Sequence[Event] = ()) -> str:
+    """One line for each group and kind, the most exposed first; then what the limit became."""
     rows: dict[tuple[str, str], list[Transfer]] = {}
     for transfer in transfers:
         rows.setdefault((transfer.group, transfer.kind), []).append(transfer)
@@ -31,6 +31,7 @@ def table(transfers: Sequence[Transfer]) -> str:
             f"{group:<{width}}  {kind:<9}  {len(members):5d}  {hidden * 1e3:9.2f}  "
             f"{exposed[key] * 1e3:10.2f}  {_main_reason(members).value}"
         )
+    lines += [f"limit {event.detail}" for event in events if event.name == "limit"]
     total = sum(exposed.values())
     return "\n".join([*lines, f"exposed in all: {total * 1e3:.2f} ms"])
 
@@ -66,14 +67,15 @@ def write_perfetto(
             what = f"wait for {transfer.kind} {transfer.group}"
             entries.append(_span(0, what, transfer.waited_from, transfer.end, arguments))
     for event in events:
-        if event.name in _COMPUTING:
+        if event.name in (*_COMPUTING, "limit"):
+            what = event.detail if event.name == "limit" else event.group
             entries.append(
                 {
                     "ph": "i",
                     "s": "t",
                     "pid": 0,
                     "tid": 0,
-                    "name": f"{event.name} {event.group}",
+                    "name": f"{event.name} {what}",
                     "ts": event.at * 1e6,
                 }
             )
@@ -109,6 +111,9 @@ def plot(path: str | PathLike[str], events: Sequence[Event], transfers: Sequence
         if event.name in _COMPUTING:
             color = "#31a354" if event.name == "forward" else "#756bb1"
             axes.plot([event.at * 1e3] * 2, [-0.3, 0.3], color=color)
+        elif event.name == "limit":
+            axes.axvline(event.at * 1e3, color="#636363", linestyle=":")
+            axes.text(event.at * 1e3, 2.4, f" limit {event.limit}", va="top")
     axes.set_yticks([0, 1, 2], ["compute begins", "reductions", "gathers"])
     axes.set_xlabel("ms; red: the host waits")
     figure.savefig(path)

@@ -7,12 +7,25 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from os import PathLike
 from time import perf_counter
+from typing import Protocol
 
 from fsdp2 import trace_views
 from fsdp2.events import Event
 from fsdp2.transfers import Transfer, transfers_of
 
-__all__ = ["Event", "Trace", "waiting"]
+__all__ = ["Event", "Listener", "Trace", "waiting"]
+
+
+class Listener(Protocol):
+    """What is told of a step as it runs."""
+
+    def add(self, name: str, group: str, detail: str = "") -> None:
+        """Something happened to a group; ``Event.name`` lists what."""
+        ...
+
+    def waiting(self, name: str, group: str) -> AbstractContextManager[object]:
+        """The scope of a wait for communication."""
+        ...
 
 
 @dataclass
@@ -21,11 +34,16 @@ class Trace:
 
     events: list[Event] = field(default_factory=list)
     limit: int = 2
-    """Groups in flight that were allowed."""
+    """Groups in flight that were allowed when it began."""
     _start: float = field(default_factory=perf_counter)
 
     def add(self, name: str, group: str, detail: str = "", seconds: float = 0.0) -> None:
         self.events.append(Event(name, group, detail, perf_counter() - self._start, seconds))
+
+    def change_limit(self, group: str, limit: int, reason: str) -> None:
+        """From now on ``limit`` groups are allowed in flight."""
+        at = perf_counter() - self._start
+        self.events.append(Event("limit", group, reason, at, limit=limit))
 
     @contextmanager
     def waiting(self, name: str, group: str) -> Iterator[None]:
@@ -46,7 +64,7 @@ class Trace:
 
     def report(self) -> str:
         """A table: for each group what was hidden, what was exposed, and why."""
-        return trace_views.table(self.transfers)
+        return trace_views.table(self.transfers, self.events)
 
     def write_perfetto(self, path: str | PathLike[str]) -> None:
         """Write JSON that https://ui.perfetto.dev and ``chrome://tracing`` open."""
@@ -62,6 +80,7 @@ class Trace:
 
     def clear(self) -> None:
         """Start over, for the next step."""
+        self.limit = next((e.limit for e in reversed(self.events) if e.limit), self.limit)
         self.events.clear()
         self._start = perf_counter()
 
@@ -72,6 +91,6 @@ class Trace:
 _NO_TRACE = nullcontext()
 
 
-def waiting(trace: Trace | None, name: str, group: str) -> AbstractContextManager[object]:
-    """The scope of a wait; nothing without a trace."""
-    return _NO_TRACE if trace is None else trace.waiting(name, group)
+def waiting(listener: Listener | None, name: str, group: str) -> AbstractContextManager[object]:
+    """The scope of a wait; nothing where nobody listens."""
+    return _NO_TRACE if listener is None else listener.waiting(name, group)

@@ -86,6 +86,8 @@ class _Reader:
                 self.in_flight.discard(event.group)
             case "forward" | "backward":
                 self.computing = event.name
+            case "limit":
+                self.limit = event.limit
             case "reduce":
                 self.reductions.setdefault(event.group, []).append(event)
             case "reduced" if self.summed.get(event.group):

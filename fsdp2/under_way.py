@@ -16,7 +16,7 @@ from fsdp2.buffers import Staging
 from fsdp2.param_group import ParamGroup
 from fsdp2.reduction import Reduction
 from fsdp2.streams import Streams
-from fsdp2.tracing import Trace, waiting
+from fsdp2.tracing import Listener, waiting
 
 Started = tuple[ParamGroup, list[Reduction]]
 
@@ -32,13 +32,13 @@ class UnderWay:
         self._adding: list[Started] = []
         """In the second stage: one group at a time."""
 
-    def start(self, group: ParamGroup, streams: Streams, trace: Trace | None) -> None:
+    def start(self, group: ParamGroup, streams: Streams, trace: Listener | None) -> None:
         """Issue one group's, then sum what is too many while its bytes travel."""
         self._exchanging.append((group, group.start_reduce(streams, self._staging)))
         while len(self._exchanging) > self.max_exchanges:
             self._sum(self._exchanging.pop(0), trace)
 
-    def end_lent(self, trace: Trace | None) -> None:
+    def end_lent(self, trace: Listener | None) -> None:
         """End what peers read in place, at the start of the next group's backward.
 
         There is nothing to hide: no bytes travel, and peers have come as far. So the gradients
@@ -47,7 +47,7 @@ class UnderWay:
         if any(reduction.is_lent for _, started in self._exchanging[:1] for reduction in started):
             self._sum(self._exchanging.pop(0), trace)
 
-    def _sum(self, started: Started, trace: Trace | None) -> None:
+    def _sum(self, started: Started, trace: Listener | None) -> None:
         """Make the sums of one group; finish those of the group before it."""
         group, reductions = started
         earlier, self._adding = self._adding, []
@@ -60,13 +60,13 @@ class UnderWay:
             earlier.append(started)
         self._hand_over(earlier, trace)
 
-    def _hand_over(self, ending: list[Started], trace: Trace | None) -> None:
+    def _hand_over(self, ending: list[Started], trace: Listener | None) -> None:
         for group, reductions in ending:
             with waiting(trace, "reduced", group.name):
                 for reduction in reductions:
                     reduction.finish()
 
-    def finish(self, trace: Trace | None) -> None:
+    def finish(self, trace: Listener | None) -> None:
         """Wait for all."""
         while self._exchanging:
             self._sum(self._exchanging.pop(0), trace)

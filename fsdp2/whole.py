@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp2 import _torch
+from fsdp2.calls import Phase
 from fsdp2.errors import UsageError
 from fsdp2.gathering import gather, own_part, scatter, wire_device
 from fsdp2.hooks import State, state_of, states_below
-from fsdp2.schedule import Phase
 from fsdp2.sharded_param import IS_SHARD, Place, owner_of
 
 _SHARD = "_fsdp2_shard"
