@@ -67,7 +67,7 @@ def measure(engine: str, limit: int) -> Alive:
     events = [e for e in profiler.profiler.kineto_results.events() if e.nbytes()]
     changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
     peak = start + max(itertools.accumulate(changes))
-    found = Alive(start, peak, memory.shared_nbytes(), 16 * numel // dist.get_world_size(), block)
+    found = Alive(start, peak, memory.segment_nbytes(), 16 * numel // dist.get_world_size(), block)
     everyone: list[Alive] = [found] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     return max(everyone, key=lambda alive: alive.peak + alive.shared)

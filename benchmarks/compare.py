@@ -146,7 +146,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=5, help="timed steps per round and engine")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="separated by commas")
+    engines = "plain,ddp,torch,fsdp2"
+    parser.add_argument("--engines", default=engines, help="separated by commas")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=["cpu", "cuda"], default=device)
     options = parser.parse_args()

@@ -4,6 +4,7 @@
 time that computing takes. The others train one model together.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ class Trainer:
         on_cpu = self.tokens.device.type == "cpu"
         if self.engine == "plain":
             return 0.0
-        if self.engine == "fsdp2":
+        if self.engine in ("fsdp2", "hsdp"):
             with fsdp2.trace(self.model) as trace:
                 self._repeat(steps)
             return trace.exposed_seconds / steps
@@ -126,9 +127,25 @@ def _fsdp2(model: GPT, setting: Setting) -> nn.Module:
     return _shard(model, setting, fsdp2.fully_shard)
 
 
-def _shard(model: GPT, setting: Setting, fully_shard: Callable[..., Any]) -> nn.Module:
+def _hsdp(model: GPT, setting: Setting) -> nn.Module:
+    """Sharded over the ranks of each host, repeated on every host."""
+    ranks = ranks_per_host()
+    shape = (dist.get_world_size() // ranks, ranks)
+    mesh = init_device_mesh(setting.device, shape, mesh_dim_names=("replicate", "shard"))
+    return _shard(model, setting, fsdp2.fully_shard, mesh)
+
+
+def ranks_per_host() -> int:
+    """As torchrun says; without it all ranks are on one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
+def _shard(
+    model: GPT, setting: Setting, fully_shard: Callable[..., Any], mesh: DeviceMesh | None = None
+) -> nn.Module:
     """Each block is a param group; embeddings, last norm and head are the root's."""
-    mesh: DeviceMesh = init_device_mesh(setting.device, (dist.get_world_size(),))
+    if mesh is None:
+        mesh = init_device_mesh(setting.device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy()
     if setting.dtype == "bfloat16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -143,6 +160,7 @@ ENGINES: dict[str, Callable[[GPT, Setting], nn.Module]] = {
     "ddp": _ddp,
     "torch": _torch,
     "fsdp2": _fsdp2,
+    "hsdp": _hsdp,
 }
 
 

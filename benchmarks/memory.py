@@ -31,7 +31,9 @@ def resident_nbytes(device: str) -> int:
     """Bytes that this process holds now: on the device, or resident in memory on CPU."""
     if device == "cuda":
         return torch.cuda.memory_allocated()
-    return _status_nbytes("VmRSS") if _STATUS.exists() else peak_nbytes(device)
+    if _STATUS.exists():
+        return _status_nbytes("VmRSS") - _counted_elsewhere_nbytes()
+    return peak_nbytes(device)
 
 
 def peak_nbytes(device: str) -> int:
@@ -51,9 +53,12 @@ def reset_peak(device: str) -> None:
         _CLEAR.write_text("5")  # Linux: makes VmHWM the present VmRSS
 
 
-def shared_nbytes() -> int:
-    """This rank's part of the pages of memory that ranks of this machine share, as of now."""
-    return _shared_pages("Pss")
+def segment_nbytes() -> int:
+    """This rank's part of the pages that ranks of this machine share to pass data on.
+
+    Each page is divided by the number of ranks that map it.
+    """
+    return _mapped_nbytes("Pss")
 
 
 def _counted_elsewhere_nbytes() -> int:
@@ -61,10 +66,11 @@ def _counted_elsewhere_nbytes() -> int:
 
     As of now, which for segments of shared memory that are used again is as of the peak.
     """
-    return _shared_pages("Rss") - _shared_pages("Pss")
+    return _mapped_nbytes("Rss") - _mapped_nbytes("Pss")
 
 
-def _shared_pages(field: str) -> int:
+def _mapped_nbytes(field: str) -> int:
+    """Over all mappings of shared memory, the named line of ``smaps``."""
     found = 0
     is_shared = False
     for line in _MAPS.read_text().splitlines() if _MAPS.exists() else ():

@@ -11,17 +11,20 @@ VOCABULARY = 512  # small, so that nearly all parameters sit in the blocks
 
 @dataclass(frozen=True)
 class Shape:
-    """Width, number of blocks and number of attention heads of a GPT."""
+    """Width, number of blocks and number of attention heads of a GPT, and what surrounds them."""
 
     width: int
     blocks: int
     heads: int
+    vocabulary: int = VOCABULARY
+    is_tied: bool = False  # whether the head's weight is that of the token embedding
 
 
 SHAPES = {
     "tiny": Shape(width=128, blocks=4, heads=4),
     "14m": Shape(width=384, blocks=8, heads=6),
     "55m": Shape(width=704, blocks=9, heads=11),
+    "large": Shape(width=1280, blocks=36, heads=20, vocabulary=50_257, is_tied=True),  # GPT-2 Large
 }
 
 
@@ -63,11 +66,13 @@ class GPT(nn.Module):
 
     def __init__(self, shape: Shape, sequence: int) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, shape.width)
+        self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(sequence, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.blocks))
         self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.is_tied:
+            self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,24 +1,32 @@
 """Step time and bytes sent by each host, of engines that take turns. Run it in a cluster:
 
     python benchmarks/cluster.py --hosts 2 -- benchmarks/wire.py
+    python benchmarks/cluster.py --hosts 2 --ranks-per-host 2 \\
+        -- benchmarks/wire.py --engines torch,fsdp2,hsdp
 
-Bytes are read from the host's interface, with all that TCP and gloo add to them.
+Bytes are read from the host's interface, with all that TCP and gloo add to them. What ranks
+of one host send to each other does not pass through it.
 """
 
 import argparse
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+import torch
 import torch.distributed as dist
 
 import tables
 from compare import measure_times
-from engines import ENGINES, Setting, Trainer
+from engines import ENGINES, Setting, Trainer, ranks_per_host
 from models import SHAPES
 
-HEADER = ("engine", "step ms", "MB sent per step and host", "step / torch", "min-max", "loss")
+HEADER = (
+    *("engine", "step ms", "MB sent per step and host", "predicted MB", "sent / predicted"),
+    *("step / torch", "min-max", "loss"),
+)
 
 
 def sent_nbytes() -> int:
@@ -29,8 +37,16 @@ def sent_nbytes() -> int:
     return int(counts[0][9]) if counts else 0
 
 
-def measure_sent(setting: Setting, engine: str, steps: int) -> float:
-    """Bytes that a host sent in one step, the mean over hosts and ``steps``."""
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that one host sent to the others in one step."""
+
+    measured: float
+    predicted: float | None
+
+
+def measure_sent(setting: Setting, engine: str, steps: int) -> Sent:
+    """The mean over hosts and ``steps``."""
     trainer = Trainer(engine, setting)
     for _ in range(2):
         trainer.step()
@@ -41,7 +57,38 @@ def measure_sent(setting: Setting, engine: str, steps: int) -> float:
     dist.barrier()
     found: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(found, sent_nbytes() - before)
-    return sum(found) / len(found) / steps  # ranks of one host read the same counter
+    measured = sum(found) / len(found) / steps  # ranks of one host read the same counter
+    return Sent(measured, predict_sent(trainer, setting))
+
+
+def predict_sent(trainer: Trainer, setting: Setting) -> float | None:
+    """What a host of G ranks must send in a step to the W - 1 others, by the engine's rules.
+
+    Fully sharded, a rank has 1/(GW) of the model and sends it to the G (W - 1) ranks of other
+    hosts, in each gather; of its gradients it sends each of them as much. So every gather and
+    every reduction takes M (W - 1) / W from a rank. Blocks are gathered twice, the root once.
+
+    Sharded inside the hosts only, a rank adds up its 1/G of the gradients with its replicas: a
+    ring of W sends 2 (W - 1) / W of that.
+    """
+    ranks = ranks_per_host()
+    hosts = dist.get_world_size() // ranks
+    share = (hosts - 1) / hosts
+    if trainer.engine == "fsdp2":
+        named = trainer.model.named_parameters()
+        blocks = sum(param.numel() for name, param in named if name.startswith("blocks."))
+        numel = 2 * trainer.parameter_numel + blocks
+        return ranks * share * numel * getattr(torch, setting.dtype).itemsize
+    if trainer.engine == "hsdp":
+        return 2 * share * trainer.parameter_numel * torch.float32.itemsize
+    return 0.0 if trainer.engine == "plain" else None
+
+
+def _sent_cells(sent: Sent) -> tuple[str, str, str]:
+    measured = f"{sent.measured / 1e6:.1f}"
+    if not sent.predicted:
+        return measured, "-" if sent.predicted is None else "0.0", "-"
+    return measured, f"{sent.predicted / 1e6:.1f}", f"{sent.measured / sent.predicted:.3f}"
 
 
 def main() -> None:
@@ -73,7 +120,7 @@ def main() -> None:
                 ratio, spread = f"{median(ratios):.3f}", f"{min(ratios):.2f}-{max(ratios):.2f}"
             step = f"{timing.median_step().step * 1e3:.1f}"
             loss = f"{timing.loss:.4f}"
-            rows.append((engine, step, f"{sent[engine] / 1e6:.1f}", ratio, spread, loss))
+            rows.append((engine, step, *_sent_cells(sent[engine]), ratio, spread, loss))
         print(f"{tables.machine()}; {dist.get_world_size()} ranks, {setting}\n")
         print(tables.markdown(HEADER, rows))
     time.sleep(0.3)  # gloo's threads let go of the last tensors that they sent
