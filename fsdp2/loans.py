@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp2.peer_memory import read_all
 from fsdp2.segments import READ, WRITTEN, Segments
 
 
@@ -27,11 +28,12 @@ class Loan:
         channel: int,
     ) -> None:
         self.rank = rank
-        self.processes = segments.processes
+        self.world_size = group.size()
+        self._processes = segments.processes
         self._tensors = list(tensors)
         """Alive as long as peers may read."""
         self._group = group
-        self._peers = [peer for peer in range(len(self.processes)) if peer != rank]
+        self._peers = [peer for peer in range(self.world_size) if peer != rank]
         number = segments.number(channel)
         self._read = READ + number
         own = torch.tensor([tensor.data_ptr() for tensor in tensors])
@@ -50,6 +52,20 @@ class Loan:
         for work in self._arrivals:
             work.wait()
         return {peer: addresses.tolist() for peer, addresses in self._arriving.items()}
+
+    def read(self, peer: int, targets: Sequence[Tensor], addresses: Sequence[int]) -> None:
+        """Fill ``targets`` with what a peer has at ``addresses``.
+
+        Raises:
+            RuntimeError: The peer has ended, or has given its memory back in spite of the loan.
+        """
+        try:
+            read_all(targets, self._processes[peer], addresses)
+        except OSError as error:
+            raise RuntimeError(
+                f"rank {self.rank} of {self.world_size} could not read what rank {peer} has lent: "
+                f"{error.strerror}; that rank has probably ended, and its own output says why"
+            ) from error
 
     def have_read(self) -> None:
         """Answer: this rank has read all that it needs of its peers."""

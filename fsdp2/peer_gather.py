@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fsdp2.collectives import Lent, Pending
 from fsdp2.loans import Loan
-from fsdp2.peer_memory import read_all
 from fsdp2.segments import Segments
 
 
@@ -52,7 +51,7 @@ class PeerRead(Lent):
 
     def wait(self) -> None:
         for peer, addresses in self._loan.addresses().items():
-            read_all(self._targets[peer], self._loan.processes[peer], addresses)
+            self._loan.read(peer, self._targets[peer], addresses)
         self._loan.have_read()
 
     def take_back(self) -> None:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fsdp2.collectives import Lent, Source
 from fsdp2.loans import Loan
-from fsdp2.peer_memory import read_all
 
 PIECE_NBYTES = 1 << 19
 """A piece that was read stays in a core's cache until it has been added."""
@@ -41,7 +40,7 @@ class PeerSum(Lent):
         the sum itself.
         """
         flat, rank = source.flat, self._loan.rank
-        ranks = range(len(self._loan.processes))
+        ranks = range(self._loan.world_size)
         order = ranks if rank else (1, 0, *ranks[2:])
         start = rank * source.chunk
         own = flat[start : start + source.chunk]
@@ -57,7 +56,7 @@ class PeerSum(Lent):
                     self._add(out, term, is_first)
                     continue
                 landing = out if is_first and out.dtype == flat.dtype else room
-                read_all([landing], self._loan.processes[other], [addresses[other] + at])
+                self._loan.read(other, [landing], [addresses[other] + at])
                 self._add(out, landing, is_first)
 
     def _add(self, out: Tensor, term: Tensor, is_first: bool) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fsdp2
 from fsdp2 import MixedPrecisionPolicy, fully_shard, segments
+from fsdp2.loans import Loan
 from fsdp2.param_group import ParamGroup
 from fsdp2.peer_memory import read_all
 from harness import Ranks, distributed
@@ -261,3 +262,20 @@ def test_what_an_exception_left_behind(ranks: Ranks) -> None:
         assert_same(out.detach(), expected)
         out.sum().backward()
         assert_idle(model)
+
+
+@distributed(2)
+def test_a_loan_that_cannot_be_read(ranks: Ranks) -> None:
+    """A peer whose memory is gone is named, not only its process."""
+    group = dist.new_group([0, 1])
+    met = segments.meet(group)
+    assert met is not None
+    loan = Loan([torch.ones(4)], met, group, ranks.rank, 0)
+    addresses = loan.addresses()
+    with pytest.raises(RuntimeError, match=r"could not read what rank \d has lent: Bad address"):
+        loan.read(1 - ranks.rank, [torch.zeros(4)], [8])
+    found = torch.zeros(4)
+    loan.read(1 - ranks.rank, [found], addresses[1 - ranks.rank])
+    assert_same(found, torch.ones(4))
+    loan.have_read()
+    loan.take_back()
