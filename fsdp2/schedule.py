@@ -227,12 +227,13 @@ class Schedule:
             self._left.append(group)
         if is_last_call and group.switches.reshard_after_forward:
             self._free_after_forward(group)
+        elif is_last_call:
+            group.take_back()
 
     def _free_after_forward(self, group: ParamGroup) -> None:
         keeps_part = group.switches.keeps_part and group.step.ran
         if not keeps_part or group.state is not GroupState.FULL:
-            self.free(group)
-            return
+            return self.free(group)
         self._note("keep part", group)
         group.keep_part(self.streams)
         if group in self._in_flight:
@@ -351,8 +352,7 @@ class Schedule:
     def _take_back(self) -> None:
         """Whoever called forward or backward may write to any shard now."""
         for group in self.groups:
-            if group.state is GroupState.FULL:
-                group.take_back()
+            group.take_back()
 
     def _settle_shared(self) -> None:
         """Before ranks compare where they are, give what another may be waiting for.
