@@ -215,14 +215,20 @@ def no_grad(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
     return call
 
 
-def is_transforming() -> bool:
-    """Whether a ``torch.func`` transform runs this code. Private; since 2.0."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def untransformed(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Tensors that ``function`` makes and writes are plain ones, also under ``torch.func``.
 
+    Both are private; since 2.0.
+    """
 
-def outside_transforms() -> AbstractContextManager[object]:
-    """Tensors made inside are plain ones, also under ``torch.func``. Private; since 2.0."""
-    return torch._C._DisableFuncTorch()
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return function(*args, **kwargs)
+        with torch._C._DisableFuncTorch():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def skip_in_compilers(function: Any, reason: str) -> None:

@@ -210,6 +210,7 @@ class ParamGroup:
                 param.adopt()
         self._lay_out()
 
+    @_torch.untransformed
     @torch.no_grad()
     def _make_full(self) -> None:
         """Make the full parameters: once, at the first gather after each layout."""
@@ -238,19 +239,15 @@ class ParamGroup:
         if not self.params:
             return
         if self.params[0].full is None:
-            with _torch.outside_transforms():
-                self._make_full()
+            self._make_full()
         if not from_part:
             self._follow_versions()
         self.follow_trainable()
         if self.aliases_shards:
             return
-        if _torch.is_transforming():
-            with _torch.outside_transforms():
-                self._fill(streams, from_part)
-        else:
-            self._fill(streams, from_part)
+        self._fill(streams, from_part)
 
+    @_torch.untransformed
     def _fill(self, streams: Streams, from_part: bool) -> None:
         with streams.gathering():
             for portion in self.portions:
@@ -263,12 +260,16 @@ class ParamGroup:
         """Wait until the full parameters can be read: from ``ARRIVING`` to ``FULL``."""
         assert self.state is GroupState.ARRIVING, self.name
         if not streams.runs_ahead:
-            for portion in self.portions:
-                portion.complete()
+            self._complete()
         streams.compute_waits(self._arrived)
         self._arrived = None
         self.state = GroupState.FULL
         self.attributes.attach()
+
+    @_torch.untransformed
+    def _complete(self) -> None:
+        for portion in self.portions:
+            portion.complete()
 
     def _follow_versions(self) -> None:
         """Note which shards changed since the last gather.
