@@ -33,9 +33,9 @@ class Loan:
         self._tensors = list(tensors)
         """Alive as long as peers may read."""
         self._group = group
+        self._segments = segments
         self._peers = [peer for peer in range(self.world_size) if peer != rank]
-        number = segments.number(channel)
-        self._read = READ + number
+        self._number = number = segments.number(channel)
         own = torch.tensor([tensor.data_ptr() for tensor in tensors])
         self._arriving = {peer: torch.empty_like(own) for peer in self._peers}
         # Receives first: a message that finds its buffer posted is not announced twice.
@@ -44,8 +44,11 @@ class Loan:
             for peer, addresses in self._arriving.items()
         ]
         # Nobody looks at what an answer says.
-        self._answers = [group.recv([torch.empty(1)], peer, self._read) for peer in self._peers]
-        self._sends = [group.send([own], peer, WRITTEN + number) for peer in self._peers]
+        answers = [group.recv([torch.empty(1)], peer, READ + number) for peer in self._peers]
+        sends = [group.send([own], peer, WRITTEN + number) for peer in self._peers]
+        self._ending = [*answers, *sends]
+        """Waited for when the loan is taken back."""
+        segments.messages[number] = [self._arrivals, self._ending]
 
     def addresses(self) -> dict[int, list[int]]:
         """By peer, where its tensors lie. Waits until all peers have lent them."""
@@ -69,11 +72,12 @@ class Loan:
 
     def have_read(self) -> None:
         """Answer: this rank has read all that it needs of its peers."""
-        for peer in self._peers:
-            self._sends.append(self._group.send([torch.empty(1)], peer, self._read))
+        sends = [self._group.send([torch.empty(1)], p, READ + self._number) for p in self._peers]
+        self._ending += sends
 
     def take_back(self) -> None:
         """Wait until all peers have read."""
-        for work in (*self._answers, *self._sends):
+        for work in self._ending:
             work.wait()
+        del self._segments.messages[self._number]
         self._tensors.clear()

@@ -231,8 +231,7 @@ class Schedule:
             group.take_back()
 
     def _free_after_forward(self, group: ParamGroup) -> None:
-        keeps_part = group.switches.keeps_part and group.step.ran
-        if not keeps_part or group.state is not GroupState.FULL:
+        if not (group.switches.keeps_part and group.step.ran and group.state is GroupState.FULL):
             return self.free(group)
         self._note("keep part", group)
         group.keep_part(self.streams)

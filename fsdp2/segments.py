@@ -73,6 +73,9 @@ class Segments:
         self._mapped: dict[tuple[int, int], Tensor] = {}
         self._exchanges: dict[int, int] = {}
         """By channel, how many there were."""
+        self.messages: dict[int, list[list[dist.Work]]] = {}
+        """Those of loans that were not taken back, by number: what may still arrive needs its
+        memory, or gloo reads nothing more from that peer."""
 
     def take(self, nbytes: int) -> Segment:
         """One whose exchange is over.

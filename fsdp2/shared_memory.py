@@ -41,6 +41,7 @@ class SharedMemory:
         self.rank = messages.rank
         self.world_size = messages.world_size
         self._segments: Segments | None = None
+        self._has_reduced = False
 
     @property
     def name(self) -> str:
@@ -73,6 +74,10 @@ class SharedMemory:
         if self._segments is None:
             return self._messages.reduce(sources, channel, scale)
         if self._segments.reads_peers:
+            if not self._has_reduced:
+                # In the first backward a rank may compare orders before it has read anything.
+                self._has_reduced = True
+                return self._messages.reduce(sources, channel, scale)
             return self._lend(self._segments, sources, 2 * channel + 1, scale)
         places, nbytes = _places([s.chunk * self.world_size * s.flat.itemsize for s in sources])
         announcement = self.announce(nbytes, self._reduce_group, 2 * channel + 1)

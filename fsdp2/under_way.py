@@ -42,9 +42,12 @@ class UnderWay:
         """End what peers read in place, at the start of the next group's backward.
 
         There is nothing to hide: no bytes travel, and peers have come as far. So the gradients
-        of two groups are never alive at once. Messages go on travelling behind compute.
+        of ``max_exchanges`` groups are alive at once, the next one's among them, and not of one
+        more. Messages go on travelling behind compute.
         """
-        if any(reduction.is_lent for _, started in self._exchanging[:1] for reduction in started):
+        while len(self._exchanging) >= self.max_exchanges:
+            if not any(reduction.is_lent for reduction in self._exchanging[0][1]):
+                return
             self._sum(self._exchanging.pop(0), trace)
 
     def _sum(self, started: Started, trace: Listener | None) -> None:

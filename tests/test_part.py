@@ -239,8 +239,8 @@ def test_backward_asks_only_its_neighbours(ranks: Ranks) -> None:
 
 
 def counted(plan_gather: Callable[..., Any], calls: list[Any], mark: object) -> Callable[..., Any]:
-    def plan(blocks: Any) -> Any:
-        made = plan_gather(blocks)
+    def plan(*args: Any) -> Any:
+        made = plan_gather(*args)
         start = made.start
 
         def counting(channel: int) -> Any:

@@ -191,19 +191,19 @@ gather   blocks.1 (ahead)
 reduce   root
 wait     blocks.2
 backward blocks.2
-reduced  root
 reduce   blocks.2
+reduced  root
 free     blocks.2
 gather   blocks.0 (ahead)
 wait     blocks.1
 backward blocks.1
-reduced  blocks.2
 reduce   blocks.1
+reduced  blocks.2
 free     blocks.1
 wait     blocks.0
 backward blocks.0
-reduced  blocks.1
 reduce   blocks.0
+reduced  blocks.1
 reduced  blocks.0
 free     root
 free     blocks.0

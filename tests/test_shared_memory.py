@@ -272,7 +272,7 @@ def test_a_loan_that_cannot_be_read(ranks: Ranks) -> None:
     assert met is not None
     loan = Loan([torch.ones(4)], met, group, ranks.rank, 0)
     addresses = loan.addresses()
-    with pytest.raises(RuntimeError, match=r"could not read what rank \d has lent: Bad address"):
+    with pytest.raises(RuntimeError, match=r"could not read what rank \d"):
         loan.read(1 - ranks.rank, [torch.zeros(4)], [8])
     found = torch.zeros(4)
     loan.read(1 - ranks.rank, [found], addresses[1 - ranks.rank])

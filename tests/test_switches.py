@@ -20,6 +20,7 @@ from models import (
     assert_idle,
     assert_same,
     assert_same_params,
+    by_messages,
     data_parallel,
     next_token_loss,
     shard_blocks,
@@ -581,7 +582,8 @@ def most_under_way(events: fsdp2.Trace, end: str) -> int:
 def test_more_reductions_at_once(ranks: Ranks, count: int, when: str) -> None:
     """Whatever the number of buffers, gradients are those of one process, bit by bit."""
     reference = Chain()
-    model = shard_blocks(copy.deepcopy(reference))
+    with by_messages():
+        model = shard_blocks(copy.deepcopy(reference))
     if when == "before":
         model.set_reduce_scatter_max_input_buffers(count)
     generator = torch.Generator().manual_seed(3)
@@ -607,7 +609,8 @@ def test_more_reductions_at_once_with_replicas(ranks: Ranks, count: int) -> None
     model = Chain()
     reference = copy.deepcopy(model)
     mesh = ranks.mesh(2, 2, names=HYBRID)
-    shard_blocks(model, mesh=mesh)
+    with by_messages():
+        shard_blocks(model, mesh=mesh)
     model.set_reduce_scatter_max_input_buffers(count)
     inputs = list(torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(3)))
     for _ in range(2):
@@ -621,9 +624,31 @@ def test_more_reductions_at_once_with_replicas(ranks: Ranks, count: int) -> None
 
 
 @distributed(2)
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_lent_gradients_are_those_of_so_many_groups(ranks: Ranks, count: int) -> None:
+    """Ranks of one host read them in place: what is under way ends before the next begins."""
+    reference = Chain()
+    model = shard_blocks(copy.deepcopy(reference))
+    model.set_reduce_scatter_max_input_buffers(count)
+    generator = torch.Generator().manual_seed(3)
+    for step in range(3):
+        inputs = list(torch.randn(2, 2, 5, generator=generator))
+        with fsdp2.trace(model) as events:
+            square_loss(model, inputs[ranks.rank]).backward()
+        if step:
+            assert most_under_way(events, "reduced") == min(count, 6), str(events)
+        data_parallel(reference, inputs, square_loss)
+        assert_same_params(model, reference)
+        for each in (model, reference):
+            each.zero_grad()
+    assert_idle(model)
+
+
+@distributed(2)
 def test_the_largest_number_below_a_root_holds(ranks: Ranks) -> None:
     """A block that asks for fewer does not take them away from the root, at any time."""
-    model = shard_blocks(Chain())
+    with by_messages():
+        model = shard_blocks(Chain())
     x = torch.ones(2, 5)
     model.set_reduce_scatter_max_input_buffers(3)
     for _ in range(3):
