@@ -31,8 +31,8 @@ def _libc() -> ctypes.CDLL:
     return ctypes.CDLL(None, use_errno=True)
 
 
-def can_be_read() -> bool:
-    """Let the processes of this user read this one. False where the system has no such thing.
+def let_peers_read() -> bool:
+    """Allow the processes of this user to read this one. False where no system call does that.
 
     Ubuntu and others restrict this to ancestors unless a process allows more, as MPI libraries
     do for the same purpose; where there is no such restriction the call changes nothing.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp2.collectives import gather_values
-from fsdp2.peer_memory import can_be_read, read_all
+from fsdp2.peer_memory import let_peers_read, read_all
 
 SMALLEST_NBYTES = 1 << 16
 
@@ -159,7 +159,7 @@ def _meet(group: dist.ProcessGroup) -> Segments | None:
     if segment is not None:
         segment.memory[0] = rank
         _, _, file, nbytes = segment.address.tolist()
-    address = private.data_ptr() if can_be_read() else 0
+    address = private.data_ptr() if let_peers_read() else 0
     card = _Card(_host(), os.getpid(), file, nbytes, address)
     values = gather_values(card, [group], cpu)
     size = len(card)

@@ -69,11 +69,11 @@ def through_segments() -> Iterator[None]:
     """As where the system lets no process read another's memory."""
     held, segments._met = segments._met, WeakKeyDictionary()
     met_before.append(segments._met)
-    original, segments.can_be_read = segments.can_be_read, lambda: False
+    original, segments.let_peers_read = segments.let_peers_read, lambda: False
     try:
         yield
     finally:
-        segments._met, segments.can_be_read = held, original
+        segments._met, segments.let_peers_read = held, original
 
 
 @distributed(2, 3, 4)
@@ -190,7 +190,7 @@ def test_one_rank_elsewhere(ranks: Ranks, what: str) -> None:
 
 
 @distributed(3)
-@pytest.mark.parametrize("what", ["can_be_read", "_can_read"])
+@pytest.mark.parametrize("what", ["let_peers_read", "_can_read"])
 def test_one_rank_that_may_not_read(ranks: Ranks, what: str) -> None:
     """If one of them may not read the others' memory, all of them write to segments."""
     group = dist.new_group([0, 1, 2])
