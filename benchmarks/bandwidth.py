@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp2.direct_or_packed import Choice, measure, median_seconds, slowest
-from fsdp2.grouped import Grouped, PackedGather
+from fsdp2.grouped import Grouped, OneGather
 from launch import on_ranks
 from llama import Block, LlamaShape
 
@@ -54,7 +54,7 @@ def _row(part: str, numels: Sequence[int], device: str) -> tuple[str, ...]:
     ]
     place = blocks[0].device
     choice = Choice(*slowest(group, measure(group, blocks), place))
-    packed = PackedGather(Grouped(group, group.rank()), blocks, choice)
+    packed = OneGather(Grouped(group, group.rank()), blocks)
     [with_copies] = slowest(group, median_seconds([lambda: packed.start(0).wait()]), place)
     nbytes = sum(block.nbytes for block in blocks)
     received = nbytes * (ranks - 1) / ranks

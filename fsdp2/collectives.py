@@ -51,9 +51,6 @@ class Pending(Protocol):
 class Lent(ABC):
     """Communication whose bytes peers read in place: they stay until ``take_back`` returns."""
 
-    copied_nbytes = 0
-    """Of copies that were made to be lent."""
-
     @abstractmethod
     def wait(self) -> None: ...
 
@@ -87,8 +84,14 @@ class Transport(Protocol):
         """
         ...
 
-    def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
-        """Sum ``sources`` times ``scale`` in the dtype of their ``out``."""
+    def reduce(
+        self, sources: Sequence[Source], channel: int, scale: float, may_lend: bool
+    ) -> Pending:
+        """Sum ``sources`` times ``scale`` in the dtype of their ``out``.
+
+        With ``may_lend`` what is under way may be ``Lent``, and then waits for its peers. Without,
+        it does not need them to do anything, as long as ranks may not be at the same group.
+        """
         ...
 
     def exchange(self, sent: Tensor, received: Tensor, channel: int) -> Pending:
@@ -115,7 +118,45 @@ class Transport(Protocol):
 class GatherPlan(Protocol):
     """The gather of one group's blocks, whose addresses never change."""
 
+    @property
+    def staging_nbytes(self) -> int:
+        """What it takes beside the blocks: while it travels, or until it is taken back."""
+        ...
+
     def start(self, channel: int) -> Pending: ...
+
+
+class Gathers:
+    """The gathers of one portion, one after the other: started, waited for, taken back."""
+
+    def __init__(self) -> None:
+        self._plan: GatherPlan | None = None
+        """Of the last one, as long as it holds staging."""
+        self._pending: Pending | None = None
+        self._lent: Lent | None = None
+
+    @property
+    def staging_nbytes(self) -> int:
+        return 0 if self._plan is None else self._plan.staging_nbytes
+
+    def start(self, plan: GatherPlan | None, channel: int) -> None:
+        if plan is not None:
+            self._plan = plan
+            self._pending = plan.start(channel)
+
+    def wait(self) -> None:
+        """What is under way has arrived. Peers may go on reading."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._lent = self._pending if isinstance(self._pending, Lent) else None
+            self._pending = None
+            self._plan = self._plan if self._lent is not None else None
+
+    def take_back(self) -> None:
+        """Return when the shards may be written to again: all peers have read them."""
+        if self._lent is not None:
+            self._lent.take_back()
+            self._lent = self._plan = None
 
 
 class Nothing:

@@ -10,6 +10,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from fsdp2 import _torch
 from fsdp2.collectives import GatherPlan, Pending, Source, Transport
 from fsdp2.mesh import ShardMesh
+from fsdp2.packing import PackedGather
 
 
 class Comm(ABC):
@@ -150,9 +152,11 @@ class Custom:
     def plan_gather(
         self, blocks: Sequence[Tensor], own: Sequence[Tensor] | None = None
     ) -> GatherPlan:
-        if self._comms.all_gather is None:
+        comm = self._comms.all_gather
+        if comm is None:
             return self._inner.plan_gather(blocks, own)
-        return CustomGather(self._comms.all_gather, self._group, blocks)
+        call = partial(comm, group=self._group, async_op=True)
+        return PackedGather(blocks, self.rank, call, comm.allocate)
 
     def can_reduce_direct(self, divides: bool, gradient: torch.dtype, reduced: torch.dtype) -> bool:
         if self._comms.reduce_scatter is not None:
@@ -171,13 +175,15 @@ class Custom:
         self._reduce_group = group
         self._inner.reduce_over(group)
 
-    def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
+    def reduce(
+        self, sources: Sequence[Source], channel: int, scale: float, may_lend: bool
+    ) -> Pending:
         comm = self._comms.reduce_scatter
         if comm is None:
-            return self._inner.reduce(sources, channel, scale)
-        return CustomCalls([self._reduce_one(comm, source, scale) for source in sources])
+            return self._inner.reduce(sources, channel, scale, may_lend)
+        return CustomSums([self._reduce_one(comm, source, scale) for source in sources])
 
-    def _reduce_one(self, comm: ReduceScatter, source: Source, scale: float) -> CustomPart:
+    def _reduce_one(self, comm: ReduceScatter, source: Source, scale: float) -> CustomSum:
         out = source.out
         pieces, total = (
             comm.allocate((source.flat.numel(),), dtype=out.dtype, device=out.device),
@@ -187,52 +193,27 @@ class Custom:
         if scale != 1.0:
             pieces.mul_(scale)
         work = comm(total, pieces, self._reduce_group, dist.ReduceOp.SUM, async_op=True)
-        return CustomPart(work, pieces, [total], [out])
+        return CustomSum(work, pieces, total, out)
 
 
-class CustomGather:
-    """Blocks gathered through the user's collective, one call per dtype."""
-
-    def __init__(self, comm: AllGather, group: dist.ProcessGroup, blocks: Sequence[Tensor]) -> None:
-        self._comm = comm
-        self._group = group
-        self._by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for block in blocks:
-            self._by_dtype.setdefault(block.dtype, []).append(block)
-
-    def start(self, channel: int) -> Pending:
-        return CustomCalls([self._call(blocks) for blocks in self._by_dtype.values()])
-
-    def _call(self, blocks: list[Tensor]) -> CustomPart:
-        rank, ranks = self._group.rank(), self._group.size()
-        sizes = [block.shape[1] for block in blocks]
-        dtype, device = blocks[0].dtype, blocks[0].device
-        own = self._comm.allocate((sum(sizes),), dtype=dtype, device=device)
-        everyone = self._comm.allocate((ranks * sum(sizes),), dtype=dtype, device=device)
-        torch._foreach_copy_(list(own.split(sizes)), [block[rank] for block in blocks])
-        work = self._comm(everyone, own, self._group, async_op=True)
-        columns = everyone.view(ranks, sum(sizes)).split(sizes, dim=1)
-        return CustomPart(work, own, list(columns), blocks)
-
-
-class CustomPart(NamedTuple):
-    """One call under way: ``results`` go to ``outs``, ``source`` must live until then."""
+class CustomSum(NamedTuple):
+    """One sum under way: ``total`` goes to ``out``, ``source`` must live until then."""
 
     work: dist.Work | None
     source: Tensor
-    results: list[Tensor]
-    outs: list[Tensor]
+    total: Tensor
+    out: Tensor
 
 
-class CustomCalls:
-    """Several calls, waited for together."""
+class CustomSums:
+    """Several sums, waited for together."""
 
-    def __init__(self, parts: list[CustomPart]) -> None:
-        self._parts = parts
+    def __init__(self, sums: list[CustomSum]) -> None:
+        self._sums = sums
 
     def wait(self) -> None:
-        for work, _, results, outs in self._parts:
+        for work, _, total, out in self._sums:
             if work is not None:
                 work.wait()
-            torch._foreach_copy_(outs, results)
-        self._parts.clear()
+            out.copy_(total)
+        self._sums.clear()

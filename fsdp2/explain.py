@@ -9,7 +9,7 @@ from torch import nn
 from fsdp2.api import _states_of
 from fsdp2.custom import Custom
 from fsdp2.gradients import ReductionPlan
-from fsdp2.grouped import GroupedGather, PackedGather
+from fsdp2.grouped import GroupedGather, OneGather
 from fsdp2.hooks import State
 from fsdp2.layout import Path, Section, Slot
 from fsdp2.portion import Portion
@@ -186,7 +186,7 @@ def _gather_reason(portion: Portion, section: Section, slot: Slot) -> str:
     if slot.path is Path.PACKED:
         return f"packed{cast}: its shard is below {limit:,} B; {transport.prefers_grouping}"
     plan = portion.gather_plan
-    choice = plan.choice if isinstance(plan, (GroupedGather, PackedGather)) else None
+    choice = plan.choice if isinstance(plan, (GroupedGather, OneGather)) else None
     path = "direct" if choice is None or choice.is_direct else "packed"
     tried = "" if choice is None else f"; {choice}"
     return f"{path}{cast}: its shard has {limit:,} B or more{tried}"

@@ -154,12 +154,13 @@ class ReductionPlan:
         staging: Staging,
         channel: int,
         is_accumulating: bool,
+        may_lend: bool,
         ending: Ending,
     ) -> Reduction:
         """Issue the reduction of all gradients.
 
         ``is_accumulating`` says that some were kept back, in the reduce dtype, which then
-        goes over the wire.
+        goes over the wire; ``may_lend`` that peers can be waited for.
         """
         is_alone = self._transport is None and self._replicas is None
         if is_alone and ending.hook is None and ending.to_host is None:
@@ -179,7 +180,7 @@ class ReductionPlan:
                 sections = [
                     self._prepare(plan, sources, staging, is_accumulating) for plan in self.sections
                 ]
-                pending = self._transport.reduce(sources, channel, scale)
+                pending = self._transport.reduce(sources, channel, scale, may_lend)
             return ExchangedReduction(sections, sources, pending, ending, streams, staging)
 
     def _local_gradients(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from fsdp2 import _torch
 from fsdp2.collectives import GatherPlan, Pending, Source, Works
 from fsdp2.direct_or_packed import Choice, choose_path
+from fsdp2.packing import PackedGather
 
 
 class Grouped:
@@ -44,8 +46,9 @@ class Grouped:
         if len(blocks) == 1 or not self._is_measured:
             return GroupedGather(self, blocks)
         choice = choose_path(self.group, blocks)
-        path = GroupedGather if choice.is_direct else PackedGather
-        return path(self, blocks, choice)
+        if choice.is_direct:
+            return GroupedGather(self, blocks, choice)
+        return OneGather(self, blocks, choice)
 
     def can_reduce_direct(self, divides: bool, gradient: torch.dtype, reduced: torch.dtype) -> bool:
         return divides and gradient == reduced
@@ -55,7 +58,9 @@ class Grouped:
             return f"reduce-scatter in {reduced}"
         return f"all-to-all in {wire}, summed in {reduced}"
 
-    def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
+    def reduce(
+        self, sources: Sequence[Source], channel: int, scale: float, may_lend: bool
+    ) -> Pending:
         sums = [s for s in sources if s.flat.dtype == s.out.dtype]
         exchanges = [s for s in sources if s.flat.dtype != s.out.dtype]
         if scale != 1.0:
@@ -93,8 +98,21 @@ class Exchange(NamedTuple):
             self.source.out.mul_(scale)
 
 
+class OneGather(PackedGather):
+    """All blocks in one call of the backend's own all-gather, with its copies."""
+
+    def __init__(
+        self, transport: Grouped, blocks: Sequence[Tensor], choice: Choice | None = None
+    ) -> None:
+        super().__init__(blocks, transport.rank, partial(_torch.all_gather_into, transport.group))
+        self.choice = choice
+        """Why they do not go direct."""
+
+
 class GroupedGather:
     """The outputs and inputs of one group's call; the inputs are the own rows of the outputs."""
+
+    staging_nbytes = 0
 
     def __init__(
         self, transport: Grouped, blocks: Sequence[Tensor], choice: Choice | None = None
@@ -109,67 +127,6 @@ class GroupedGather:
         if len(self._outs) == 1:
             return Works([_torch.all_gather_into(self._group, self._outs[0], self._owns[0])])
         return Works([_torch.all_gather_grouped(self._group, self._outs, self._owns)])
-
-
-class PackedGather:
-    """Blocks gathered through a staging block, one call per dtype.
-
-    Staging is there only while it travels: what was gathered needs no more memory than if it
-    had gone direct.
-    """
-
-    def __init__(self, transport: Grouped, blocks: Sequence[Tensor], choice: Choice) -> None:
-        self.choice = choice
-        """Why they do not go direct."""
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for block in blocks:
-            by_dtype.setdefault(block.dtype, []).append(block)
-        self._columns = [PackedColumns(transport, each) for each in by_dtype.values()]
-
-    def start(self, channel: int) -> Pending:
-        return PackedBlocks([columns.start() for columns in self._columns])
-
-
-class PackedColumns:
-    """The blocks of one dtype, side by side in a staging block."""
-
-    def __init__(self, transport: Grouped, blocks: list[Tensor]) -> None:
-        self._group = transport.group
-        self._rank = transport.rank
-        self._blocks = blocks
-        self._owns = [block[transport.rank] for block in blocks]
-        self._sizes = [own.numel() for own in self._owns]
-        self._shape = transport.world_size, sum(self._sizes)
-
-    def start(self) -> PackedBlock:
-        like = self._blocks[0]
-        staging = torch.empty(self._shape, dtype=like.dtype, device=like.device)
-        own = staging[self._rank]
-        torch._foreach_copy_(list(own.split(self._sizes)), self._owns)
-        work = _torch.all_gather_into(self._group, staging.view(-1), own)
-        return PackedBlock(work, staging, self._sizes, self._blocks)
-
-
-class PackedBlock(NamedTuple):
-    """A staging block under way, and where its columns belong."""
-
-    work: dist.Work
-    staging: Tensor
-    sizes: list[int]
-    outs: list[Tensor]
-
-
-class PackedBlocks:
-    """Staging blocks under way; waiting copies them out and gives their memory back."""
-
-    def __init__(self, blocks: list[PackedBlock]) -> None:
-        self._blocks = blocks
-
-    def wait(self) -> None:
-        for work, staging, sizes, outs in self._blocks:
-            work.wait()
-            torch.split_with_sizes_copy(staging, sizes, dim=1, out=outs)
-        self._blocks.clear()
 
 
 @dataclass

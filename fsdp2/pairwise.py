@@ -57,7 +57,9 @@ class Pairwise:
         works = [group.recv([piece], peer, tag) for piece, peer in receives]
         return Works(works + [group.send([piece], peer, tag) for piece, peer in sends])
 
-    def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
+    def reduce(
+        self, sources: Sequence[Source], channel: int, scale: float, may_lend: bool
+    ) -> Pending:
         tag = _TAG_BASE + 2 * channel + 1
         exchange = PairwiseSum(scale)
         # Receives first: a message that finds its buffer posted is not announced twice.
@@ -134,6 +136,8 @@ class Part(NamedTuple):
 
 class PairwiseGather:
     """The pieces that one group sends and receives, cut once."""
+
+    staging_nbytes = 0
 
     def __init__(self, transport: Pairwise, blocks: Sequence[Tensor]) -> None:
         self._transport = transport

@@ -79,6 +79,8 @@ class ParamGroup:
         self.step = Step()
         self.is_accumulating = False
         """Whether gradients were kept back since the last reduction."""
+        self.may_lend = False
+        """Whether ranks have found that they use groups in one order: peers can be waited for."""
         self.waiting: set[int] = set()
         """Trainable parameters that have no gradient yet in this backward."""
         self.on_gradients_complete: Callable[[ParamGroup], None] = _nothing_to_do
@@ -303,8 +305,7 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """Whether a shard was written to or replaced after it had been gathered."""
-        versions = _torch.versions_of(self._shards)
-        return versions != self._versions or not self.attributes.are_ours()
+        return self._versions != _torch.versions_of(self._shards) or not self.attributes.are_ours()
 
     def free(self) -> None:
         """Give the full parameters' memory back: to ``SHARDED``, from any state."""
@@ -361,10 +362,9 @@ class ParamGroup:
 
     def start_reduce(self, streams: Streams, staging: Staging) -> list[Reduction]:
         """Take the gradients of the full parameters and issue their reductions."""
+        how = self.is_accumulating, self.may_lend, self.switches
         reductions = [
-            portion.start_reduce(
-                streams, staging, self.channel, trainable, self.is_accumulating, self.switches
-            )
+            portion.start_reduce(streams, staging, self.channel, trainable, *how)
             for portion, trainable in zip(self.portions, self._trainable)
             if trainable
         ]

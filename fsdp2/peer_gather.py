@@ -33,19 +33,18 @@ class PeerGather:
         self._rank = rank
         peers = [peer for peer in range(len(segments.processes)) if peer != rank]
         self._targets = {peer: [block[peer] for block in blocks] for peer in peers}
+        self.staging_nbytes = 0 if own else sum(row.nbytes for row in self._rows)
 
     def start(self, channel: int) -> Pending:
         lent = self._own or [row.clone() for row in self._rows]
         loan = Loan(lent, self._segments, self._group, self._rank, 2 * channel)
-        copied_nbytes = 0 if self._own else sum(row.nbytes for row in self._rows)
-        return PeerRead(loan, self._targets, copied_nbytes)
+        return PeerRead(loan, self._targets)
 
 
 class PeerRead(Lent):
     """A gather under way: peers' rows are read when it is waited for."""
 
-    def __init__(self, loan: Loan, targets: dict[int, list[Tensor]], copied_nbytes: int) -> None:
-        self.copied_nbytes = copied_nbytes
+    def __init__(self, loan: Loan, targets: dict[int, list[Tensor]]) -> None:
         self._loan = loan
         self._targets = targets
 

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from fsdp2 import _torch
 from fsdp2.buffers import Filling, FullBuffer, ShardBuffer, Staging, own_storage
-from fsdp2.collectives import GatherPlan, Lent, Pending, Replicas, Transport
+from fsdp2.collectives import GatherPlan, Gathers, Replicas, Transport
 from fsdp2.custom import Custom, CustomComms
 from fsdp2.gradients import ReductionPlan
 from fsdp2.layout import GroupLayout, ParamSpec, Path, Section, Slot, plan_group
@@ -61,9 +61,7 @@ class Portion:
         """What travels in another form, beside the full buffer."""
         self._part: Part | None = None
         self.gather_plan: GatherPlan | None = None
-        self._gather: Pending | None = None
-        self._lent: Lent | None = None
-        """The last gather, as long as peers may read this rank's shards for it."""
+        self._gathers = Gathers()
         self._plans: dict[tuple[int, ...], ReductionPlan] = {}
 
     # Buffers
@@ -182,14 +180,14 @@ class Portion:
     def full_nbytes(self) -> int:
         """What this portion adds to memory while it is in flight."""
         beside = sum(side.nbytes for side in self._sides)
-        return 0 if self.aliases_shards else self.layout.full_nbytes + beside
+        staging = self.gather_plan.staging_nbytes if self.gather_plan is not None else 0
+        return 0 if self.aliases_shards else self.layout.full_nbytes + staging + beside
 
     @property
     def held_nbytes(self) -> int:
         """What this portion holds now beside its shards."""
-        lent = self._lent or self._gather
-        copied = lent.copied_nbytes if isinstance(lent, Lent) else 0
-        return copied + sum(each.held_nbytes for each in (*self._buffers(), *self._sides))
+        each = (*self._buffers(), *self._sides)
+        return self._gathers.staging_nbytes + sum(one.held_nbytes for one in each)
 
     def _buffers(self) -> list[FullBuffer | ShardBuffer]:
         buffers = self._full, self._on_device, self._part and self._part.shards
@@ -269,14 +267,12 @@ class Portion:
         if part is not None:
             part.filling.copy_own()
             part.shards.free()
-            if part.gather is not None:
-                self._gather = part.gather.start(channel)
+            self._gathers.start(part.gather, channel)
         else:
             self._copy_own()
             for side in self._sides:
                 side.start(channel)
-            if self.gather_plan is not None:
-                self._gather = self.gather_plan.start(channel)
+            self._gathers.start(self.gather_plan, channel)
         self._filled_by = self._filling if part is None else part.filling
         if streams.runs_ahead:
             self.complete()
@@ -294,28 +290,20 @@ class Portion:
     def complete(self) -> None:
         """Wait for the gather and copy out what does not lie in its place yet."""
         if self._full is not None:
-            self._finish()
+            self._gathers.wait()
             self._filled_by.copy_out()
             if self._filled_by is self._filling:
                 for side in self._sides:
                     side.complete()
 
-    def _finish(self) -> None:
-        if self._gather is not None:
-            self._gather.wait()
-            self._lent = self._gather if isinstance(self._gather, Lent) else None
-            self._gather = None
-
     def take_back(self) -> None:
         """Return when the shards may be written to again: all peers have read them."""
-        if self._lent is not None:
-            self._lent.take_back()
-            self._lent = None
+        self._gathers.take_back()
 
     def free(self) -> None:
         """Give the memory of the full parameters back, and of parts that were kept."""
-        self._finish()
-        self.take_back()
+        self._gathers.wait()
+        self._gathers.take_back()
         if self._full is not None:
             self._full.free()
             if self._part is not None:
@@ -358,6 +346,7 @@ class Portion:
         channel: int,
         trainable: tuple[int, ...],
         is_accumulating: bool,
+        may_lend: bool,
         switches: Switches,
     ) -> Reduction:
         """Take the gradients of the full parameters and issue their reduction."""
@@ -379,7 +368,7 @@ class Portion:
             to_host=self._to_host if self.is_offloaded else None,
         )
         plan = self.reduction_plan(trainable)
-        return plan.start(streams, staging, channel, is_accumulating, ending)
+        return plan.start(streams, staging, channel, is_accumulating, may_lend, ending)
 
     def _to_host(self, buffer: Tensor) -> Tensor:
         host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=self._pins)

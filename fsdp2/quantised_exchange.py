@@ -51,11 +51,13 @@ class QuantisedExchange:
     def reduce_over(self, group: dist.ProcessGroup) -> None:
         self._inner.reduce_over(group)
 
-    def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
+    def reduce(
+        self, sources: Sequence[Source], channel: int, scale: float, may_lend: bool
+    ) -> Pending:
         coded = [source for source in sources if source.may_be_coded]
         exact = [source for source in sources if not source.may_be_coded]
         pending = [self._reduce_coded(source, channel, scale) for source in coded]
-        return QuantisedSums(pending, self._inner.reduce(exact, channel, scale))
+        return QuantisedSums(pending, self._inner.reduce(exact, channel, scale, may_lend))
 
     def _reduce_coded(self, source: Source, channel: int, scale: float) -> QuantisedSum:
         nbytes = self._format.nbytes(source.chunk)

@@ -64,6 +64,7 @@ class Schedule:
         """For each group those around it: in memory as long as it is, they do not count."""
         for channel, group in enumerate(groups):
             group.channel = channel
+            group.may_lend = False
             group.on_gradients_complete = self.gradients_complete
 
     # Set by users
@@ -319,13 +320,10 @@ class Schedule:
         """Reduce the gradients that the group has, or keep them for a later reduction."""
         group.step.is_settled = True
         if group.switches.reduces_gradients:
-            self._start_reduce(group)
+            self._note("reduce", group)
+            self.reductions.start(group, self.streams, self.listener)
         else:
             group.keep_gradients()
-
-    def _start_reduce(self, group: ParamGroup) -> None:
-        self._note("reduce", group)
-        self.reductions.start(group, self.streams, self.listener)
 
     @untraced
     def end_backward(self) -> None:
@@ -344,6 +342,7 @@ class Schedule:
             if group.switches.reshard_after_backward and group.state is not GroupState.SHARDED:
                 self._free_unless_running(group)
             group.step.end_backward(self.is_last_backward)
+            group.may_lend = True  # ranks have compared their orders
         self._take_back()
         self.limit = self._limiter.end_backward()
         self.phase = self._phase_around

@@ -41,7 +41,6 @@ class SharedMemory:
         self.rank = messages.rank
         self.world_size = messages.world_size
         self._segments: Segments | None = None
-        self._has_reduced = False
 
     @property
     def name(self) -> str:
@@ -70,15 +69,14 @@ class SharedMemory:
     def exchange(self, sent: Tensor, received: Tensor, channel: int) -> Pending:
         return self._messages.exchange(sent, received, channel)
 
-    def reduce(self, sources: Sequence[Source], channel: int, scale: float) -> Pending:
-        if self._segments is None:
-            return self._messages.reduce(sources, channel, scale)
-        if self._segments.reads_peers:
-            if not self._has_reduced:
-                # In the first backward a rank may compare orders before it has read anything.
-                self._has_reduced = True
-                return self._messages.reduce(sources, channel, scale)
-            return self._lend(self._segments, sources, 2 * channel + 1, scale)
+    def reduce(
+        self, sources: Sequence[Source], channel: int, scale: float, may_lend: bool
+    ) -> Pending:
+        segments = self._segments
+        if segments is None or (segments.reads_peers and not may_lend):
+            return self._messages.reduce(sources, channel, scale, may_lend)
+        if segments.reads_peers:
+            return self._lend(segments, sources, 2 * channel + 1, scale)
         places, nbytes = _places([s.chunk * self.world_size * s.flat.itemsize for s in sources])
         announcement = self.announce(nbytes, self._reduce_group, 2 * channel + 1)
         memory = announcement.memory
@@ -159,6 +157,8 @@ class Announcement:
 
 class SharedGather:
     """One group's blocks: own rows are written to a segment, the others' read from theirs."""
+
+    staging_nbytes = 0
 
     def __init__(
         self, transport: SharedMemory, segments: Segments, blocks: Sequence[Tensor]

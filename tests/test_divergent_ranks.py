@@ -41,6 +41,15 @@ class Towers(nn.Module):
         return x
 
 
+class Around(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, all_of_it: bool) -> Tensor:
+        return self.inner(x, all_of_it)
+
+
 def loss_of(model: nn.Module, args: tuple[Tensor, bool]) -> Tensor:
     return model(*args).square().sum()
 
@@ -72,6 +81,32 @@ def test_a_rank_that_leaves_parameters_out(
         loss.backward()
         data_parallel(reference, inputs, loss_of)
         assert_same_params(model, reference)
+        for each in (model, reference):
+            each.zero_grad()
+    assert_idle(model)
+
+
+@distributed(2, 3, timeout=20)
+@pytest.mark.parametrize("in_a_row", [True, False])
+def test_a_rank_that_leaves_parameters_out_under_another_root(ranks: Ranks, in_a_row: bool) -> None:
+    """Ranks compare their orders again, and nothing waits for a peer before they have."""
+    reference = Towers(in_a_row)
+    inner = copy.deepcopy(reference)
+    for block in inner.blocks:
+        fully_shard(block)
+    fully_shard(inner)
+    model: nn.Module = inner
+    generator = torch.Generator().manual_seed(1)
+    for step in range(4):
+        if step == 2:
+            model = fully_shard(Around(inner))
+        inputs = [
+            (x, rank > 0 or step < 2)
+            for rank, x in enumerate(torch.randn(ranks.world_size, 2, 3, generator=generator))
+        ]
+        loss_of(model, inputs[ranks.rank]).backward()
+        data_parallel(reference, inputs, loss_of)
+        assert_same_params(inner, reference)
         for each in (model, reference):
             each.zero_grad()
     assert_idle(model)

@@ -100,6 +100,7 @@ ROOMS = [
     "pairwise",
     "grouped",
     "direct_or_packed",
+    "packing",
     "collectives",
     "streams",
     "quantising",
