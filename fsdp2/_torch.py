@@ -316,6 +316,12 @@ def allocator_of(group: dist.ProcessGroup, device: torch.device) -> Callable[...
     return backend.allocate_tensor if backend.supports_tensor_alloc(device) else None
 
 
+def timeout_s_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """How long a group waits for a peer, in seconds. Private; gloo's and NCCL's since 2.6."""
+    backend: Any = group._get_backend(device)
+    return float(backend.options._timeout.total_seconds())
+
+
 # These are public but were renamed in 2.12: the old names are all that 2.11 has.
 
 

@@ -235,10 +235,8 @@ class Filling:
 
     @property
     def lendable(self) -> list[Tensor]:
-        """``own_rows``, if they are what the blocks hold, bit by bit; else nothing."""
-        pairs = list(zip(self.own_rows, self.blocks))
-        is_same = len(pairs) == len(self.blocks) and all(r.dtype == b.dtype for r, b in pairs)
-        return self.own_rows if is_same else []
+        """``own_rows``, if there are some for all blocks; else nothing."""
+        return self.own_rows if len(self.own_rows) == len(self.blocks) else []
 
     def _fill_own(self, own: Tensor, source: Tensor) -> None:
         self._own.append(own)

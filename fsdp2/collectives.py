@@ -17,7 +17,7 @@ on every rank. It knows nothing of parameters. There are two for several ranks, 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -27,19 +27,42 @@ from torch import Tensor
 from fsdp2 import _torch
 
 
+class Sums:
+    """A flat buffer in the reduce dtype, whose memory is there from the first look at it on.
+
+    Where peers' gradients are read in place that is when the full parameters are gone.
+    """
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make = make
+        self.held: Tensor | None = None
+
+    @property
+    def buffer(self) -> Tensor:
+        if self.held is None:
+            self.held = self._make()
+        return self.held
+
+
 class Source(NamedTuple):
     """One reduction: chunk r of ``flat`` is summed over the ranks into rank r's ``out``.
 
     ``flat`` is one-dimensional and contiguous; chunk r is
-    ``flat[r * chunk : (r + 1) * chunk]``, shorter or empty at the end. ``out`` has the
-    reduce dtype and at least this rank's elements; what lies behind them is not written.
+    ``flat[r * chunk : (r + 1) * chunk]``, shorter or empty at the end.
     """
 
     flat: Tensor
     chunk: int
-    out: Tensor
+    sums: Sums
+    offset: int
+    """Where ``out`` begins there."""
     may_be_coded: bool = False
     """Whether it may travel quantised: no flags ride in it."""
+
+    @property
+    def out(self) -> Tensor:
+        """``chunk`` elements. What lies behind those of this rank is not written."""
+        return self.sums.buffer.narrow(0, self.offset, self.chunk)
 
 
 class Pending(Protocol):
@@ -124,39 +147,6 @@ class GatherPlan(Protocol):
         ...
 
     def start(self, channel: int) -> Pending: ...
-
-
-class Gathers:
-    """The gathers of one portion, one after the other: started, waited for, taken back."""
-
-    def __init__(self) -> None:
-        self._plan: GatherPlan | None = None
-        """Of the last one, as long as it holds staging."""
-        self._pending: Pending | None = None
-        self._lent: Lent | None = None
-
-    @property
-    def staging_nbytes(self) -> int:
-        return 0 if self._plan is None else self._plan.staging_nbytes
-
-    def start(self, plan: GatherPlan | None, channel: int) -> None:
-        if plan is not None:
-            self._plan = plan
-            self._pending = plan.start(channel)
-
-    def wait(self) -> None:
-        """What is under way has arrived. Peers may go on reading."""
-        if self._pending is not None:
-            self._pending.wait()
-            self._lent = self._pending if isinstance(self._pending, Lent) else None
-            self._pending = None
-            self._plan = self._plan if self._lent is not None else None
-
-    def take_back(self) -> None:
-        """Return when the shards may be written to again: all peers have read them."""
-        if self._lent is not None:
-            self._lent.take_back()
-            self._lent = self._plan = None
 
 
 class Nothing:

@@ -7,13 +7,14 @@ gradient, so that ranks which used different parameters still send the same byte
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from fsdp2 import _torch
 from fsdp2.buffers import Staging, StagingBlock
-from fsdp2.collectives import NOTHING, Pending, Replicas, Source, Transport
+from fsdp2.collectives import NOTHING, Pending, Replicas, Source, Sums, Transport
 from fsdp2.gradient_layout import GradientColumn, plan_gradients
 from fsdp2.layout import GroupLayout, Path, Section, Slot
 from fsdp2.mesh import ShardMesh
@@ -203,7 +204,8 @@ class ReductionPlan:
 
     def _prepare_unsplit(self, plan: SectionPlan, scale: float) -> ReducedSection:
         """With whole parameters on every rank: all gradients into the buffer to be summed."""
-        buffer = self._gradient_buffer(plan)
+        sums = self._sums(plan)
+        buffer = sums.buffer
         missing: list[int] = []
         places: list[Tensor] = []
         found: list[Tensor] = []
@@ -221,7 +223,7 @@ class ReductionPlan:
                 torch._foreach_mul_(places, scale)
         flags = self._flags(plan, missing, plan.reduced)
         buffer[plan.gradients.flags_offset :] = flags
-        return ReducedSection(plan, buffer, missing, found, None)
+        return ReducedSection(plan, sums, missing, found, None)
 
     def _prepare(
         self,
@@ -248,20 +250,19 @@ class ReductionPlan:
                 if gradient.dtype is not wire or not gradient.is_contiguous():
                     gradient = gradient.to(wire).contiguous()
             full[view.index] = gradient
-        buffer = self._gradient_buffer(plan)
+        sums = self._sums(plan)
         for column in plan.direct:
-            chunk = column.slot.rows.chunk_numel
-            out = buffer.narrow(0, column.offset, chunk)
-            index = column.slot.index
-            sources.append(Source(full[index].view(-1), chunk, out, index in plan.coded))
+            index, chunk = column.slot.index, column.slot.rows.chunk_numel
+            flat, is_coded = full[index].view(-1), index in plan.coded
+            sources.append(Source(flat, chunk, sums, column.offset, is_coded))
         packed = self._pack(plan, full, missing, staging, wire)
-        start = plan.gradients.packed_offset
-        out = buffer[start:] if start else buffer
-        sources.append(Source(packed.flat, plan.gradients.packed_numel, out))
-        return ReducedSection(plan, buffer, missing, list(full.values()), packed)
+        gradients = plan.gradients
+        sources.append(Source(packed.flat, gradients.packed_numel, sums, gradients.packed_offset))
+        return ReducedSection(plan, sums, missing, list(full.values()), packed)
 
-    def _gradient_buffer(self, plan: SectionPlan) -> Tensor:
-        return self._new(plan.gradients.numel, dtype=plan.reduced, device=self._mesh.device)
+    def _sums(self, plan: SectionPlan) -> Sums:
+        numel, device = plan.gradients.numel, self._mesh.device
+        return Sums(partial(self._new, numel, dtype=plan.reduced, device=device))
 
     def _pack(
         self,

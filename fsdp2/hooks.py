@@ -27,6 +27,7 @@ from fsdp2.late_ties import join_late_ties
 from fsdp2.limits import DEFAULT_LIMIT, Auto
 from fsdp2.nested import map_tensors, tensors_in
 from fsdp2.param_group import GroupState, ParamGroup
+from fsdp2.passes import withdraw
 from fsdp2.pipelining import StageEnd
 from fsdp2.replicas import check_replicas
 from fsdp2.schedule import Schedule
@@ -251,6 +252,7 @@ class State(StageEnd):
 
     def unshard(self) -> None:
         group = self.group
+        withdraw(group)
         if group.needs_gather:
             if self.schedule is not None:
                 self.schedule.start_gather(group, "by hand")

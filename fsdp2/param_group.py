@@ -320,7 +320,7 @@ class ParamGroup:
     def take_back(self) -> None:
         """Return when the shards may be written to: all peers have read what was lent to them."""
         for portion in self.portions:
-            portion.take_back()
+            portion.gathers.take_back()
 
     def keep_part(self, streams: Streams) -> None:
         """Free all but this rank's part of the smaller group's: from ``FULL`` to ``PART``."""

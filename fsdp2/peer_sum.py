@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from fsdp2.collectives import Lent, Source
-from fsdp2.loans import Loan
-
-PIECE_NBYTES = 1 << 19
-"""A piece that was read stays in a core's cache until it has been added."""
+from fsdp2.loans import PIECE_NBYTES, Loan
+from fsdp2.segments import Segments
 
 
 class PeerSum(Lent):
     """One group's gradients: lent to the peers, and summed from theirs when waited for."""
 
-    def __init__(self, loan: Loan, sources: Sequence[Source], scale: float) -> None:
+    def __init__(
+        self, loan: Loan, segments: Segments, sources: Sequence[Source], scale: float
+    ) -> None:
         self._loan = loan
+        self._segments = segments
         self._sources = list(sources)
         self._scale = scale
 
@@ -39,15 +40,15 @@ class PeerSum(Lent):
         Of the first two terms the order does not matter: a peer's comes first, and is read into
         the sum itself.
         """
-        flat, rank = source.flat, self._loan.rank
-        ranks = range(self._loan.world_size)
+        flat, rank = source.flat, self._segments.rank
+        ranks = range(len(self._segments.processes))
         order = ranks if rank else (1, 0, *ranks[2:])
         start = rank * source.chunk
-        own = flat[start : start + source.chunk]
+        own, sums = flat[start : start + source.chunk], source.out
         step = PIECE_NBYTES // flat.itemsize
         for first in range(0, own.numel(), step):
             term = own[first : first + step]
-            out = source.out[first : first + term.numel()]
+            out = sums[first : first + term.numel()]
             room = scratch[: term.nbytes].view(flat.dtype)
             at = (start + first) * flat.itemsize
             for other in order:
@@ -56,7 +57,7 @@ class PeerSum(Lent):
                     self._add(out, term, is_first)
                     continue
                 landing = out if is_first and out.dtype == flat.dtype else room
-                self._loan.read(other, [landing], [addresses[other] + at])
+                self._segments.read(other, [landing], [addresses[other] + at])
                 self._add(out, landing, is_first)
 
     def _add(self, out: Tensor, term: Tensor, is_first: bool) -> None:

@@ -13,8 +13,9 @@ from torch.distributed import ProcessGroup, get_process_group_ranks
 
 from fsdp2 import _torch
 from fsdp2.buffers import Filling, FullBuffer, ShardBuffer, Staging, own_storage
-from fsdp2.collectives import GatherPlan, Gathers, Replicas, Transport
+from fsdp2.collectives import GatherPlan, Replicas, Transport
 from fsdp2.custom import Custom, CustomComms
+from fsdp2.gathers import Gathers
 from fsdp2.gradients import ReductionPlan
 from fsdp2.layout import GroupLayout, ParamSpec, Path, Section, Slot, plan_group
 from fsdp2.mesh import Axis, ShardMesh, group_of
@@ -61,7 +62,7 @@ class Portion:
         """What travels in another form, beside the full buffer."""
         self._part: Part | None = None
         self.gather_plan: GatherPlan | None = None
-        self._gathers = Gathers()
+        self.gathers = Gathers()
         self._plans: dict[tuple[int, ...], ReductionPlan] = {}
 
     # Buffers
@@ -187,7 +188,7 @@ class Portion:
     def held_nbytes(self) -> int:
         """What this portion holds now beside its shards."""
         each = (*self._buffers(), *self._sides)
-        return self._gathers.staging_nbytes + sum(one.held_nbytes for one in each)
+        return self.gathers.staging_nbytes + sum(one.held_nbytes for one in each)
 
     def _buffers(self) -> list[FullBuffer | ShardBuffer]:
         buffers = self._full, self._on_device, self._part and self._part.shards
@@ -267,12 +268,12 @@ class Portion:
         if part is not None:
             part.filling.copy_own()
             part.shards.free()
-            self._gathers.start(part.gather, channel)
+            self.gathers.start(part.gather, channel)
         else:
             self._copy_own()
             for side in self._sides:
                 side.start(channel)
-            self._gathers.start(self.gather_plan, channel)
+            self.gathers.start(self.gather_plan, channel)
         self._filled_by = self._filling if part is None else part.filling
         if streams.runs_ahead:
             self.complete()
@@ -290,20 +291,15 @@ class Portion:
     def complete(self) -> None:
         """Wait for the gather and copy out what does not lie in its place yet."""
         if self._full is not None:
-            self._gathers.wait()
+            self.gathers.wait()
             self._filled_by.copy_out()
             if self._filled_by is self._filling:
                 for side in self._sides:
                     side.complete()
 
-    def take_back(self) -> None:
-        """Return when the shards may be written to again: all peers have read them."""
-        self._gathers.take_back()
-
     def free(self) -> None:
         """Give the memory of the full parameters back, and of parts that were kept."""
-        self._gathers.wait()
-        self._gathers.take_back()
+        self.gathers.end()
         if self._full is not None:
             self._full.free()
             if self._part is not None:
@@ -322,7 +318,7 @@ class Portion:
     @_torch.no_grad
     def keep_part(self) -> None:
         """Keep this rank's part of the full parameters and free the rest."""
-        self.take_back()
+        self.gathers.take_back()
         if self._full is None:
             return
         if self._part is not None:

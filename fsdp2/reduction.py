@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fsdp2 import _torch
 from fsdp2.buffers import Staging, StagingBlock
-from fsdp2.collectives import Lent, Pending, Replicas, Source
+from fsdp2.collectives import Lent, Pending, Replicas, Source, Sums
 from fsdp2.gradient_layout import GradientColumn, GradientSection
 from fsdp2.runs import Run
 from fsdp2.sharded_param import ShardedParam, set_gradients
@@ -116,13 +116,16 @@ class ReducedSection(NamedTuple):
     """The gradient buffer of one section, summed once its communication has been waited for."""
 
     plan: SectionPlan
-    buffer: Tensor
-    """Flat, in the reduce dtype."""
+    sums: Sums
     missing: list[int]
     """Parameters without a gradient on this rank."""
     held: list[Tensor]
     """The full gradients: their memory must not be reused before all has been read."""
     packed: StagingBlock | None
+
+    @property
+    def buffer(self) -> Tensor:
+        return self.sums.buffer
 
     @property
     def kind(self) -> Hashable:
@@ -236,7 +239,7 @@ class ExchangedReduction:
 
     def tensors(self) -> Iterator[Tensor | None]:
         for section in self._sections:
-            yield from (section.buffer, *section.held)
+            yield from (section.sums.held, *section.held)
             yield section.packed.rows if section.packed is not None else None
         yield from self._results
 

@@ -23,6 +23,7 @@ from fsdp2.compiling import untraced
 from fsdp2.limits import DEFAULT_LIMIT, Auto
 from fsdp2.order import Order, check_same_order, enclosing
 from fsdp2.param_group import GroupState, ParamGroup
+from fsdp2.passes import Passes
 from fsdp2.streams import Streams
 from fsdp2.tracing import Listener, Trace, waiting
 from fsdp2.under_way import UnderWay
@@ -51,6 +52,7 @@ class Schedule:
         self._in_flight: list[ParamGroup] = []
         """Groups that are freed behind use, oldest gather first; kept ones do not count."""
         self.reductions = UnderWay(max(group.switches.max_exchanges for group in groups))
+        self._passes = Passes(groups)
         self._clock = 0
         self._entered: dict[ParamGroup, int] = {}
         """Groups that backward is in, with the start of the oldest call that it has reached."""
@@ -164,6 +166,7 @@ class Schedule:
                 "reset_iter_state() on this module before the next forward"
             )
         self.phase = Phase.FORWARD
+        self._passes.begin(is_backward=False)
         self.forward_order.begin()
         self._limiter.begin_forward(self.forward_order)
         self._left = []
@@ -181,7 +184,7 @@ class Schedule:
             # modules of a list that were not called yet, or by who gathered it by hand.
             if failed or group.state is GroupState.ARRIVING:
                 self.free(group)
-        self._take_back()
+        self._passes.end(failed)
 
     def enter_forward(self, group: ParamGroup, explicit: list[ParamGroup] | None) -> None:
         group.step.running += 1
@@ -267,8 +270,8 @@ class Schedule:
         if group.switches.unshard_in_backward:
             self.make_full(group)
             self._note("backward", group)
-        self._prefetch(group, self.backward_order, explicit)
         self.reductions.end_lent(self.listener)
+        self._prefetch(group, self.backward_order, explicit)
 
     def begin_backward(self) -> None:
         """Autograd reached the first of our hooks, or another."""
@@ -276,6 +279,7 @@ class Schedule:
             return
         self._phase_around = self.phase
         self.phase = Phase.BACKWARD
+        self._passes.begin(is_backward=True)
         self.backwards += 1
         _torch.call_at_end_of_backward(self.end_backward)
         last_pass = self.backward_order.used
@@ -308,6 +312,7 @@ class Schedule:
             self._settle(group)
         if group.switches.reshard_after_backward:
             self._free_unless_running(group)
+            self.reductions.end_lent(self.listener)
             self._prefetch(group, self.backward_order, None)
 
     def gradients_complete(self, group: ParamGroup) -> None:
@@ -343,14 +348,9 @@ class Schedule:
                 self._free_unless_running(group)
             group.step.end_backward(self.is_last_backward)
             group.may_lend = True  # ranks have compared their orders
-        self._take_back()
+        self._passes.end()
         self.limit = self._limiter.end_backward()
         self.phase = self._phase_around
-
-    def _take_back(self) -> None:
-        """Whoever called forward or backward may write to any shard now."""
-        for group in self.groups:
-            group.take_back()
 
     def _settle_shared(self) -> None:
         """Before ranks compare where they are, give what another may be waiting for.
@@ -391,6 +391,7 @@ class Schedule:
             self.free(group)
             group.drop_gradients()
             group.step = Step()
+        self._passes.end()
         self._in_flight.clear()
         self._entered.clear()
         if self.phase is Phase.BACKWARD:

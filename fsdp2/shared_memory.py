@@ -37,7 +37,6 @@ class SharedMemory:
     def __init__(self, messages: Pairwise) -> None:
         self._messages = messages
         self.group = messages.group
-        self._reduce_group = messages.group
         self.rank = messages.rank
         self.world_size = messages.world_size
         self._segments: Segments | None = None
@@ -53,8 +52,8 @@ class SharedMemory:
         if self._segments is None:
             return self._messages.plan_gather(blocks)
         if own is not None and self._segments.reads_peers:
-            return PeerGather(blocks, own, self._segments, self.group, self.rank)
-        return SharedGather(self, self._segments, blocks)
+            return PeerGather(blocks, own, self._segments)
+        return SharedGather(self._segments, blocks)
 
     def can_reduce_direct(self, divides: bool, gradient: torch.dtype, reduced: torch.dtype) -> bool:
         return True
@@ -63,7 +62,6 @@ class SharedMemory:
         return self._messages.describe_reduction(wire, reduced)
 
     def reduce_over(self, group: dist.ProcessGroup) -> None:
-        self._reduce_group = group
         self._messages.reduce_over(group)
 
     def exchange(self, sent: Tensor, received: Tensor, channel: int) -> Pending:
@@ -78,7 +76,7 @@ class SharedMemory:
         if segments.reads_peers:
             return self._lend(segments, sources, 2 * channel + 1, scale)
         places, nbytes = _places([s.chunk * self.world_size * s.flat.itemsize for s in sources])
-        announcement = self.announce(nbytes, self._reduce_group, 2 * channel + 1)
+        announcement = Announcement(segments, nbytes, 2 * channel + 1)
         memory = announcement.memory
         targets: list[Tensor] = []
         written: list[Tensor] = []
@@ -97,58 +95,33 @@ class SharedMemory:
     def _lend(
         self, segments: Segments, sources: Sequence[Source], channel: int, scale: float
     ) -> Pending:
-        loan = Loan([s.flat for s in sources], segments, self._reduce_group, self.rank, channel)
-        return PeerSum(loan, sources, scale)
-
-    def announce(self, nbytes: int, group: dist.ProcessGroup, channel: int) -> Announcement:
-        assert self._segments is not None
-        return Announcement(self._segments, nbytes, group, self._messages.peers, channel)
+        loan = Loan([source.flat for source in sources], segments, channel)
+        return PeerSum(loan, segments, sources, scale)
 
 
 class Announcement:
     """One use of a segment: written by us, announced, read by all peers; and theirs by us."""
 
-    def __init__(
-        self,
-        segments: Segments,
-        nbytes: int,
-        group: dist.ProcessGroup,
-        peers: list[int],
-        channel: int,
-    ) -> None:
+    def __init__(self, segments: Segments, nbytes: int, channel: int) -> None:
         self._segments = segments
         self._segment = segments.take(nbytes)
         self.memory = self._segment.memory
-        self._group = group
-        self._peers = peers
-        number = segments.number(channel)
-        self._written, self._read = WRITTEN + number, READ + number
-        self._arrivals: list[tuple[int, Tensor, dist.Work]] = []
-        # Receives first: a message that finds its buffer posted is not announced twice.
-        for peer in peers:
-            address = torch.empty_like(self._segment.address)
-            work = group.recv([address], peer, self._written)
-            self._arrivals.append((peer, address, work))
-        # Nobody looks at what an answer says.
-        answers = [group.recv([torch.empty(1)], peer, self._read) for peer in peers]
-        self._segment.messages += answers
-
-    def _send(self, message: Tensor, peer: int, tag: int) -> None:
-        self._segment.messages.append(self._group.send([message], peer, tag))
+        self._number = segments.number(channel)
 
     def send(self) -> None:
         """What this rank contributes is written."""
-        for peer in self._peers:
-            self._send(self._segment.address, peer, self._written)
+        for peer in self._segments.peers:
+            self._segments.notes.send(peer, WRITTEN + self._number, self._segment.address)
+        self._segment.answers = [(peer, READ + self._number) for peer in self._segments.peers]
 
     def arrivals(self) -> Iterator[tuple[int, Tensor]]:
-        """Each peer and its memory, as soon as it has written."""
-        for peer, address, work in self._arrivals:
-            work.wait()
+        """Each peer and its memory, once it has written."""
+        for peer in self._segments.peers:
+            address = self._segments.notes.receive(peer, WRITTEN + self._number)
             yield peer, self._segments.of_peer(peer, address)
 
     def have_read(self, peer: int) -> None:
-        self._send(torch.empty(1), peer, self._read)
+        self._segments.notes.send(peer, READ + self._number)
 
     def end(self) -> None:
         """This rank has read all that it needs."""
@@ -160,17 +133,14 @@ class SharedGather:
 
     staging_nbytes = 0
 
-    def __init__(
-        self, transport: SharedMemory, segments: Segments, blocks: Sequence[Tensor]
-    ) -> None:
-        self._transport = transport
+    def __init__(self, segments: Segments, blocks: Sequence[Tensor]) -> None:
+        self._segments = segments
         self._blocks = list(blocks)
-        self._own = [block[transport.rank] for block in blocks]
+        self._own = [block[segments.rank] for block in blocks]
         self._places, self._nbytes = _places([row.numel() * row.itemsize for row in self._own])
 
     def start(self, channel: int) -> Pending:
-        transport = self._transport
-        announcement = transport.announce(self._nbytes, transport.group, 2 * channel)
+        announcement = Announcement(self._segments, self._nbytes, 2 * channel)
         torch._foreach_copy_(self._rows_in(announcement.memory), self._own)
         announcement.send()
         return SharedRead(self, announcement)

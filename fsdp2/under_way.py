@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fsdp2.buffers import Staging
 from fsdp2.param_group import ParamGroup
+from fsdp2.passes import withdraw
 from fsdp2.reduction import Reduction
 from fsdp2.streams import Streams
 from fsdp2.tracing import Listener, waiting
@@ -39,7 +40,7 @@ class UnderWay:
             self._sum(self._exchanging.pop(0), trace)
 
     def end_lent(self, trace: Listener | None) -> None:
-        """End what peers read in place, at the start of the next group's backward.
+        """End what peers read in place, once the group is freed and before the next one arrives.
 
         There is nothing to hide: no bytes travel, and peers have come as far. So the gradients
         of ``max_exchanges`` groups are alive at once, the next one's among them, and not of one
@@ -65,6 +66,7 @@ class UnderWay:
 
     def _hand_over(self, ending: list[Started], trace: Listener | None) -> None:
         for group, reductions in ending:
+            withdraw(group)  # hooks on the gradients may step the optimizer
             with waiting(trace, "reduced", group.name):
                 for reduction in reductions:
                     reduction.finish()

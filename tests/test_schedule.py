@@ -237,15 +237,15 @@ backward blocks.2
 reduced  root
 reduce   blocks.2
 free     blocks.2
+reduced  blocks.2
 gather   blocks.0 (ahead)
 wait     blocks.1
 backward blocks.1
-reduced  blocks.2
 reduce   blocks.1
 free     blocks.1
+reduced  blocks.1
 wait     blocks.0
 backward blocks.0
-reduced  blocks.1
 reduce   blocks.0
 reduced  blocks.0
 free     root
@@ -279,19 +279,19 @@ gather   blocks.2 (ahead)
 reduce   root
 wait     blocks.2
 backward blocks.2
-gather   blocks.1 (ahead)
 reduced  root
+gather   blocks.1 (ahead)
 reduce   blocks.2
 free     blocks.2
+reduced  blocks.2
 gather   blocks.0 (ahead)
 wait     blocks.1
 backward blocks.1
-reduced  blocks.2
 reduce   blocks.1
 free     blocks.1
+reduced  blocks.1
 wait     blocks.0
 backward blocks.0
-reduced  blocks.1
 reduce   blocks.0
 reduced  blocks.0
 free     root
@@ -320,12 +320,12 @@ backward blocks.2
 reduced  root
 reduce   blocks.2
 free     blocks.2
-backward blocks.1
 reduced  blocks.2
+backward blocks.1
 reduce   blocks.1
 free     blocks.1
-backward blocks.0
 reduced  blocks.1
+backward blocks.0
 reduce   blocks.0
 reduced  blocks.0
 free     root
@@ -359,16 +359,16 @@ backward blocks.2
 reduced  root
 reduce   blocks.2
 free     blocks.2
+reduced  blocks.2
 gather   blocks.1 (ahead)
 wait     blocks.1
 backward blocks.1
-reduced  blocks.2
 reduce   blocks.1
 free     blocks.1
+reduced  blocks.1
 gather   blocks.0 (ahead)
 wait     blocks.0
 backward blocks.0
-reduced  blocks.1
 reduce   blocks.0
 reduced  blocks.0
 free     root
@@ -404,14 +404,14 @@ backward blocks.2
 reduced  root
 reduce   blocks.2
 free     blocks.2
+reduced  blocks.2
 wait     blocks.1
 backward blocks.1
-reduced  blocks.2
 reduce   blocks.1
 free     blocks.1
+reduced  blocks.1
 wait     blocks.0
 backward blocks.0
-reduced  blocks.1
 reduce   blocks.0
 reduced  blocks.0
 free     root
@@ -449,25 +449,25 @@ reduce   root
 gather   blocks.3 (on demand)
 wait     blocks.3
 backward blocks.3
+reduced  root
 gather   blocks.2 (as listed)
 gather   blocks.1 (as listed)
-reduced  root
 reduce   blocks.3
 free     blocks.3
+reduced  blocks.3
 wait     blocks.2
 backward blocks.2
 gather   blocks.0 (as listed)
-reduced  blocks.3
 reduce   blocks.2
 free     blocks.2
+reduced  blocks.2
 wait     blocks.1
 backward blocks.1
-reduced  blocks.2
 reduce   blocks.1
 free     blocks.1
+reduced  blocks.1
 wait     blocks.0
 backward blocks.0
-reduced  blocks.1
 reduce   blocks.0
 reduced  blocks.0
 free     root
@@ -505,16 +505,16 @@ backward blocks.1
 reduced  root
 reduce   blocks.1
 free     blocks.1
+reduced  blocks.1
 gather   blocks.2 (on demand)
 wait     blocks.2
 backward blocks.2
-reduced  blocks.1
 reduce   blocks.2
 free     blocks.2
+reduced  blocks.2
 gather   blocks.0 (on demand)
 wait     blocks.0
 backward blocks.0
-reduced  blocks.2
 reduce   blocks.0
 reduced  blocks.0
 free     root
@@ -549,15 +549,15 @@ backward blocks.1
 reduced  root
 reduce   blocks.1
 free     blocks.1
+reduced  blocks.1
 gather   blocks.0 (ahead)
 wait     blocks.2
 backward blocks.2
-reduced  blocks.1
 reduce   blocks.2
 free     blocks.2
+reduced  blocks.2
 wait     blocks.0
 backward blocks.0
-reduced  blocks.2
 reduce   blocks.0
 reduced  blocks.0
 free     root
@@ -594,15 +594,15 @@ gather   1.inner (ahead)
 reduce   1
 wait     1.inner
 backward 1.inner
-gather   0 (ahead)
 reduced  1
+gather   0 (ahead)
 reduce   1.inner
 free     1.inner
+reduced  1.inner
 gather   0.inner (ahead)
 free     1
 wait     0
 backward 0
-reduced  1.inner
 reduce   0
 wait     0.inner
 backward 0.inner
@@ -638,8 +638,8 @@ backward blocks.1
 reduced  root
 reduce   blocks.1
 free     blocks.1
-backward blocks.0
 reduced  blocks.1
+backward blocks.0
 reduce   blocks.0
 reduced  blocks.0
 free     root
@@ -692,9 +692,9 @@ backward blocks.1
 reduced  root
 reduce   blocks.1
 free     blocks.1
+reduced  blocks.1
 wait     blocks.0
 backward blocks.0
-reduced  blocks.1
 reduce   blocks.0
 reduced  blocks.0
 free     root

@@ -180,11 +180,11 @@ reduce   blocks.1
 record   reducing 1
 }        reducing
 free     blocks.1
+behind   reducing 1
+reduced  blocks.1
 behind   gathering 4
 wait     blocks.0
 backward blocks.0
-behind   reducing 1
-reduced  blocks.1
 reduce   blocks.0
 {        reducing
 record   reducing 2
