@@ -73,10 +73,11 @@ class Notes:
         self._sockets = sockets
         self._timeout_s = timeout_s
         self._unread: dict[tuple[int, int], list[int]] = {}
+        self._ended: set[int] = set()
         self._room = bytearray(_MOST_NBYTES)
         for each in sockets.values():
             each.settimeout(None)
-            until = _TIME.pack(int(timeout_s), 0)
+            until = _TIME.pack(*divmod(int(timeout_s * 1e6), 10**6))
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, until)
 
     def send(self, peer: int, tag: int, numbers: Sequence[int] = ()) -> None:
@@ -94,7 +95,11 @@ class Notes:
     def _make_way(self, peer: int) -> None:
         """A peer that does not read our notes may be waiting for us to read its own."""
         poll = select.poll()
-        readers = {each.fileno(): other for other, each in self._sockets.items()}
+        readers = {
+            each.fileno(): other
+            for other, each in self._sockets.items()
+            if other not in self._ended or other == peer
+        }
         for fileno, other in readers.items():
             poll.register(fileno, select.POLLIN | (select.POLLOUT if other == peer else 0))
         found = poll.poll(self._timeout_s * 1000)
@@ -112,25 +117,27 @@ class Notes:
         """
         while (peer, tag) not in self._unread:
             try:
-                has_ended = not self._take(peer)
+                self._take(peer)
             except BlockingIOError:
                 raise RuntimeError(self._waited_for(peer)) from None
-            except ConnectionError:
-                has_ended = True
-            if has_ended:
+            if peer in self._ended:
                 raise RuntimeError(
                     f"rank {peer} of {len(self._sockets) + 1} has ended while rank {self._rank} "
                     "waited for it; its own output says why"
                 )
         return self._unread.pop((peer, tag))
 
-    def _take(self, peer: int, flags: int = 0) -> bool:
-        """Keep the next note of a peer. False if it has ended."""
-        nbytes = self._sockets[peer].recv_into(self._room, 0, flags)
+    def _take(self, peer: int, flags: int = 0) -> None:
+        """Keep the next note of a peer, or that it has ended."""
+        try:
+            nbytes = self._sockets[peer].recv_into(self._room, 0, flags)
+        except ConnectionError:
+            nbytes = 0
         if nbytes:
             tag, *numbers = memoryview(self._room)[:nbytes].cast("q").tolist()
             self._unread[peer, tag] = numbers
-        return nbytes > 0
+        else:
+            self._ended.add(peer)
 
     def _waited_for(self, peer: int) -> str:
         return (
