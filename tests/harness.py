@@ -30,6 +30,9 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -287,3 +290,23 @@ def _global_state() -> dict[str, object]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "process group": dist.group.WORLD,
     }
+
+
+def start_ranks(size: int, code: str) -> list[subprocess.Popen[str]]:
+    """Processes of their own that run ``code``; rank 0 holds the store, as without torchrun."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
+    shared |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=os.environ | shared | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]

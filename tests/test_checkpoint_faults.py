@@ -6,9 +6,7 @@ import errno
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ import torch.distributed as dist
 
 from fsdp2 import checkpoint
 from fsdp2.checkpoint import CheckpointError, meeting, storage
-from harness import Ranks, distributed, run
+from harness import Ranks, distributed, run, start_ranks
 from models import Net, assert_idle, assert_same_params, shard_blocks
 from test_checkpoint import adamw, train
 
@@ -211,26 +209,6 @@ def rank_that_may_die(folder: str, victim: int, asynchronous: bool) -> None:
     os._exit(0)  # the process group is broken: nothing to leave in order
 
 
-def start_ranks(size: int, call: str) -> list[subprocess.Popen[str]]:
-    """Processes of their own; rank 0 holds the store, as without torchrun."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    path = os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": path}
-    shared |= {"WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", f"from test_checkpoint_faults import *; {call}"],
-            env=os.environ | shared | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-
-
 def load_first(ranks: Ranks, folder: str) -> None:
     assert_loads(folder, 1)
 
@@ -244,7 +222,7 @@ def test_killed_rank(tmp_path: Path, victim: int, asynchronous: bool) -> None:
     Rank 0 holds the store here, and is named as its holder.
     """
     call = f"rank_that_may_die({str(tmp_path)!r}, {victim}, {asynchronous})"
-    ranks = start_ranks(3, call)
+    ranks = start_ranks(3, f"from test_checkpoint_faults import *; {call}")
     try:
         outputs = [rank.communicate(timeout=90) for rank in ranks]
     finally:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -11,8 +13,12 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from fsdp2.notes import Door, Notes
+from harness import start_ranks
+from models import Net, shard_blocks
 
 
 @pytest.fixture
@@ -113,3 +119,36 @@ def test_strangers_are_turned_away() -> None:
     meeting.join(30)
     found[0].send(1, 6)
     assert peer.communicate()[0].strip() == repr((6).to_bytes(8, sys.byteorder))
+
+
+def rank_that_may_die() -> None:
+    """Two steps; rank 1 dies in the forward of the second. Prints what rank 0 sees."""
+    dist.init_process_group("gloo")
+    model = shard_blocks(Net())
+    loss = model(torch.tensor([[1, 2, 3]])).sum()
+    loss.backward()
+    if dist.get_rank() == 1:
+        model.blocks[1].register_forward_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    started = time.monotonic()
+    try:
+        model(torch.tensor([[1, 2, 3]])).sum().backward()
+        error = "none"
+    except RuntimeError as failure:
+        error = str(failure)
+    print(json.dumps({"seconds": time.monotonic() - started, "error": error}), flush=True)
+    os._exit(0)  # the process group is broken: nothing to leave in order
+
+
+def test_killed_rank() -> None:
+    """Who waits for it says so at once, and does not wait for the timeout."""
+    ranks = start_ranks(2, "from test_notes import *; rank_that_may_die()")
+    try:
+        outputs = [rank.communicate(timeout=90) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[0].returncode == 0, outputs[0][1]
+    assert ranks[1].returncode == -signal.SIGKILL
+    seen = json.loads(outputs[0][0])
+    assert "rank 1 of 2 has ended while rank 0 waited for it" in seen["error"], seen
+    assert seen["seconds"] < 10
