@@ -239,15 +239,19 @@ def test_backward_asks_only_its_neighbours(ranks: Ranks) -> None:
 
 
 def counted(plan_gather: Callable[..., Any], calls: list[Any], mark: object) -> Callable[..., Any]:
+    def counting(start: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            started = start(*args)
+            if started is not None:
+                calls.append(mark)
+            return started
+
+        return call
+
     def plan(*args: Any) -> Any:
         made = plan_gather(*args)
-        start = made.start
-
-        def counting(channel: int) -> Any:
-            calls.append(mark)
-            return start(channel)
-
-        made.start = counting
+        made.start = counting(made.start)
+        made.read_during = counting(made.read_during)  # of ranks that share a host
         return made
 
     return plan
