@@ -6,7 +6,7 @@
     post-forward(k)   free k unless it is kept
     pre-backward(k)   wait for gather(k); issue gather(k-1)
     gradients(k)      the last gradient of k has been accumulated: issue reduce(k)
-    passed(k)         backward has left the modules of k: free k
+    passed(k)         backward has left the modules of k: free k, then sum what was lent
     end of backward   reduce what is left; wait for all; the shards have their gradients
 
 Every decision is a function of what all ranks see alike: the order of modules, policies
