@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +12,10 @@ from fsdp2.collectives import GatherPlan, Pending, Source, Works
 
 PIECE_NBYTES = 1 << 20
 """Larger messages use a TCP link in one direction at a time, smaller ones pay per call."""
+
+IN_FLIGHT = 16
+"""Pieces that have room of their own to arrive in, of one reduction: as many as saturate a link.
+What they take is bounded, however large the gradients and however many the ranks."""
 
 _TAG_BASE = 0x5D2 << 16
 """Our point-to-point tags start here, clear of the small numbers that users pick."""
@@ -61,10 +63,12 @@ class Pairwise:
         self, sources: Sequence[Source], channel: int, scale: float, may_lend: bool
     ) -> Pending:
         tag = _TAG_BASE + 2 * channel + 1
-        exchange = PairwiseSum(scale)
+        # Who waits for room that a peer makes when it comes here has to be sure that it comes.
+        exchange = PairwiseSum(scale, self._in_flight if may_lend else None)
         # Receives first: a message that finds its buffer posted is not announced twice.
         for source in sources:
-            exchange.parts += self._post_receives(source, tag)
+            exchange.parts += self._parts_of(source, tag)
+        exchange.post()
         for source in sources:
             for peer in self.peers:
                 chunk = source.flat[peer * source.chunk : (peer + 1) * source.chunk]
@@ -72,23 +76,16 @@ class Pairwise:
                     exchange.sends.append(self._reduce_group.send([piece], peer, tag))
         return exchange
 
-    def _post_receives(self, source: Source, tag: int) -> list[Part]:
+    @property
+    def _in_flight(self) -> int:
+        """In parts, each of which has at most one piece of every peer's."""
+        return max(1, IN_FLIGHT // len(self.peers))
+
+    def _parts_of(self, source: Source, tag: int) -> list[Part]:
         own = source.flat[self.rank * source.chunk : (self.rank + 1) * source.chunk]
         out = source.out[: own.numel()]
-        parts: list[Part] = []
-        for own_piece, out_piece in zip(_pieces(own), _pieces(out, own.element_size())):
-            landing = _landing_rank(self.rank) if own.dtype == out.dtype else None
-            terms: list[Tensor] = []
-            arrivals: list[dist.Work] = []
-            for rank in range(self.world_size):
-                if rank == self.rank:
-                    terms.append(own_piece)
-                    continue
-                term = out_piece if rank == landing else torch.empty_like(own_piece)
-                arrivals.append(self._reduce_group.recv([term], rank, tag))
-                terms.append(term)
-            parts.append(Part(out_piece, terms, arrivals))
-        return parts
+        pairs = zip(_pieces(own), _pieces(out, own.element_size()))
+        return [Part(self._reduce_group, tag, self.rank, *pair) for pair in pairs]
 
 
 def _landing_rank(rank: int) -> int:
@@ -99,39 +96,47 @@ def _landing_rank(rank: int) -> int:
     return 1 if rank == 0 else 0
 
 
-class Part(NamedTuple):
-    """One piece of a sum: ``terms`` in rank order, of which ``arrivals`` are on their way."""
+class Part:
+    """One piece of a sum: what all ranks have of it, in rank order."""
 
-    out: Tensor
-    terms: list[Tensor]
-    arrivals: list[dist.Work]
+    def __init__(
+        self, group: dist.ProcessGroup, tag: int, rank: int, own: Tensor, out: Tensor
+    ) -> None:
+        self._group = group
+        self._tag = tag
+        self._own = own
+        self._out = out
+        self._terms: dict[int, Tensor] = {rank: own}
+        self._arrivals: list[dist.Work] = []
+        self._landing = _landing_rank(rank) if own.dtype == out.dtype else None
+
+    def _receive(self, rank: int, term: Tensor) -> None:
+        self._terms[rank] = term
+        self._arrivals.append(self._group.recv([term], rank, self._tag))
+
+    def post_landing(self) -> None:
+        """Receive what needs no room of its own. Of one peer, pieces are posted in their order."""
+        if self._landing is not None:
+            self._receive(self._landing, self._out)
+
+    def post_rest(self) -> None:
+        for rank in range(self._group.size()):
+            if rank not in self._terms:
+                self._receive(rank, torch.empty_like(self._own))
 
     def finish(self, scale: float) -> None:
-        for work in self.arrivals:
+        for work in self._arrivals:
             work.wait()
-        first, second, *rest = self.terms
-        if scale != 1.0:
-            self._finish_scaled(scale)
-            return
-        if first is self.out:
-            first.add_(second)
-        elif second is self.out:
-            second.add_(first)
-        else:
-            self.out.copy_(first).add_(second)
-        for term in rest:
-            self.out.add_(term)
-
-    def _finish_scaled(self, scale: float) -> None:
-        """Scale each term before it is added, so that the sum cannot overflow."""
-        first, second, *rest = self.terms
-        if second is self.out:
+        first, second, *rest = (self._terms[rank] for rank in sorted(self._terms))
+        if second is self._out:
             first, second = second, first
-        if first is not self.out:
-            self.out.copy_(first)
-        self.out.mul_(scale).add_(second, alpha=scale)
-        for term in rest:
-            self.out.add_(term, alpha=scale)
+        if first is not self._out:
+            self._out.copy_(first)
+        if scale != 1.0:  # before they are added, so that the sum cannot overflow
+            self._out.mul_(scale)
+        for term in (second, *rest):
+            self._out.add_(term, alpha=scale)
+        self._terms.clear()
 
 
 class PairwiseGather:
@@ -157,19 +162,28 @@ class PairwiseGather:
         return Works(works)
 
 
-@dataclass
 class PairwiseSum:
     """An exchange whose pieces are summed when it is waited for."""
 
-    scale: float
-
-    def __post_init__(self) -> None:
+    def __init__(self, scale: float, in_flight: int | None) -> None:
+        """``in_flight`` parts at a time have room to arrive in; with None all do."""
         self.parts: list[Part] = []
         self.sends: list[dist.Work] = []
+        self._scale = scale
+        self._in_flight = in_flight
+
+    def post(self) -> None:
+        for part in self.parts:
+            part.post_landing()
+        for part in self.parts[: self._in_flight]:
+            part.post_rest()
 
     def wait(self) -> None:
+        ahead = self.parts[self._in_flight :] if self._in_flight is not None else []
         for part in self.parts:
-            part.finish(self.scale)
+            part.finish(self._scale)
+            if ahead:
+                ahead.pop(0).post_rest()
         self.parts.clear()
         for work in self.sends:
             work.wait()
