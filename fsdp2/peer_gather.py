@@ -34,7 +34,6 @@ class PeerGather:
         self._addresses: dict[int, list[int]] = {}
         """Of the peers' rows, once they have been announced; copies have new ones each time."""
         self.staging_nbytes = 0 if own else sum(row.nbytes for row in self._rows)
-        segments.layouts += 1
 
     def start(self, channel: int) -> Pending:
         """Ask the peers, and answer them."""
@@ -43,10 +42,9 @@ class PeerGather:
 
     def read_during(self, truce: Truce) -> Pending | None:
         """Ask nobody. None where that is not possible: then all ranks must ``start``."""
-        if not self._addresses or not truce.lasts:
+        if not self._own or not truce.holds():  # a rank without addresses has peers that have some
             return None
-        truce.begin()
-        return TruceRead(self, truce)
+        return TruceRead(self) if self._addresses else None
 
     def remember(self, addresses: dict[int, list[int]]) -> None:
         if self._own:
@@ -96,10 +94,8 @@ class PeerRead(Lent):
 class TruceRead:
     """A gather under way that asks nobody."""
 
-    def __init__(self, gather: PeerGather, truce: Truce) -> None:
+    def __init__(self, gather: PeerGather) -> None:
         self._gather = gather
-        self._truce = truce
 
     def wait(self) -> None:
-        self._truce.wait()
         self._gather.read()

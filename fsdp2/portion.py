@@ -6,6 +6,7 @@ A group has one portion for each mesh that its parameters are dealt over, as a r
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -30,6 +31,9 @@ from fsdp2.specs import spec_of
 from fsdp2.streams import Streams
 from fsdp2.subclasses import SubclassGather
 from fsdp2.transports import choose_transport
+
+new_layout_number = count().__next__
+"""Numbers the layouts of this process, one behind the other."""
 
 
 class Portion:
@@ -125,6 +129,7 @@ class Portion:
         """Compute the layout and move all shards into one shard buffer."""
         part_size = self.part_axis.size if self.part_axis else None
         specs = [spec_of(param, self.policy, bool(part_size)) for param in self.params]
+        self.layout_number = new_layout_number()
         self.layout: GroupLayout = plan_group(specs, self.mesh.world_size, self._path_of, part_size)
         self.aliases_shards = self._aliases_shards()
         """With unsplit shards and no cast the full parameters are the shards."""

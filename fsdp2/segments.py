@@ -65,8 +65,6 @@ class Segments:
         self.peers = [peer for peer in range(len(processes)) if peer != rank]
         self.reads_peers = reads_peers
         """Whether ranks may read any memory of each other, not only segments."""
-        self.layouts = 0
-        """How many plans of gathers lend the shards of this rank, alike on all ranks."""
         self._serials = count()
         self._own: list[Segment] = []
         self._mapped: dict[tuple[int, int], Tensor] = {}
