@@ -1,8 +1,8 @@
 """Short messages between the ranks of one host: an announcement, an answer.
 
 They cross a Unix socket for each pair of ranks. The kernel keeps a note until it is asked for and
-wakes who waits for it, in a tenth of the time that a message of gloo's takes from the two cores it
-crosses; and it tells at once that a peer has ended.
+wakes who waits for it, with no thread in between as a message of gloo's has; and it tells at once
+that a peer has ended.
 """
 
 from __future__ import annotations

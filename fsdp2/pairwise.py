@@ -15,7 +15,7 @@ PIECE_NBYTES = 1 << 20
 
 IN_FLIGHT = 16
 """Pieces that have room of their own to arrive in, of one reduction: as many as saturate a link.
-What they take is bounded, however large the gradients and however many the ranks."""
+However large the gradients are, they take no more; with more peers one piece of each does."""
 
 _TAG_BASE = 0x5D2 << 16
 """Our point-to-point tags start here, clear of the small numbers that users pick."""
