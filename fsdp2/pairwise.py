@@ -66,8 +66,9 @@ class Pairwise:
         # Who waits for room that a peer makes when it comes here has to be sure that it comes.
         exchange = PairwiseSum(scale, self._in_flight if may_lend else None)
         # Receives first: a message that finds its buffer posted is not announced twice.
+        landing = self._landing_rank(sources)
         for source in sources:
-            exchange.parts += self._parts_of(source, tag)
+            exchange.parts += self._parts_of(source, tag, landing)
         exchange.post()
         for source in sources:
             for peer in self.peers:
@@ -81,26 +82,35 @@ class Pairwise:
         """In parts, each of which has at most one piece of every peer's."""
         return max(1, IN_FLIGHT // len(self.peers))
 
-    def _parts_of(self, source: Source, tag: int) -> list[Part]:
+    def _landing_rank(self, sources: Sequence[Source]) -> int | None:
+        """The peer whose contributions are received into the results themselves.
+
+        They are one of the first two terms of a sum in rank order, where order does not matter.
+        Where some sources are cast, none land: of one peer all pieces land or none do, for they
+        are received in the order in which it sends them.
+        """
+        if any(source.flat.dtype != source.out.dtype for source in sources):
+            return None
+        return 1 if self.rank == 0 else 0
+
+    def _parts_of(self, source: Source, tag: int, landing: int | None) -> list[Part]:
         own = source.flat[self.rank * source.chunk : (self.rank + 1) * source.chunk]
         out = source.out[: own.numel()]
         pairs = zip(_pieces(own), _pieces(out, own.element_size()))
-        return [Part(self._reduce_group, tag, self.rank, *pair) for pair in pairs]
-
-
-def _landing_rank(rank: int) -> int:
-    """The peer whose contribution is received into the result itself.
-
-    It is one of the first two terms of the sum in rank order, where order does not matter.
-    """
-    return 1 if rank == 0 else 0
+        return [Part(self._reduce_group, tag, self.rank, landing, *pair) for pair in pairs]
 
 
 class Part:
     """One piece of a sum: what all ranks have of it, in rank order."""
 
     def __init__(
-        self, group: dist.ProcessGroup, tag: int, rank: int, own: Tensor, out: Tensor
+        self,
+        group: dist.ProcessGroup,
+        tag: int,
+        rank: int,
+        landing: int | None,
+        own: Tensor,
+        out: Tensor,
     ) -> None:
         self._group = group
         self._tag = tag
@@ -108,14 +118,14 @@ class Part:
         self._out = out
         self._terms: dict[int, Tensor] = {rank: own}
         self._arrivals: list[dist.Work] = []
-        self._landing = _landing_rank(rank) if own.dtype == out.dtype else None
+        self._landing = landing
 
     def _receive(self, rank: int, term: Tensor) -> None:
         self._terms[rank] = term
         self._arrivals.append(self._group.recv([term], rank, self._tag))
 
     def post_landing(self) -> None:
-        """Receive what needs no room of its own. Of one peer, pieces are posted in their order."""
+        """Receive what needs no room of its own."""
         if self._landing is not None:
             self._receive(self._landing, self._out)
 

@@ -84,3 +84,43 @@ def test_room_for_a_few_pieces(ranks: Ranks, dtype: torch.dtype | None) -> None:
     assert counts.most[1:] == [2 * few] * 2, "of two groups under way"
     assert counts.now == 0
     assert_idle(model)
+
+
+class Normed(nn.Module):
+    """Under ``norms_in_fp32`` one group whose gradients travel in two dtypes, in several pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(2048)
+        self.up = nn.Linear(2048, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(self.norm(x).to(self.up.weight.dtype))
+
+
+def norms_in_fp32(name: str, param: nn.Parameter) -> torch.dtype:
+    return torch.float32 if name.startswith("norm.") else torch.bfloat16
+
+
+@distributed(2, 3, 4)
+def test_two_dtypes_in_one_reduction(ranks: Ranks) -> None:
+    """Sums of what is not cast could be received in place, and those of what is cast could not:
+    the pieces of a peer are taken in the order in which it sends them all the same. The numbers
+    are those of ranks that read each other's memory, bit by bit."""
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(norms_in_fp32, torch.float32)
+    lent = fully_shard(Normed(), mesh=ranks.mesh(), mp_policy=policy)
+    with by_messages(), small_pieces() as counts:
+        torch.manual_seed(0)
+        sent = fully_shard(Normed(), mesh=ranks.mesh(), mp_policy=policy)
+        for step in range(3):
+            x = torch.randn(4, 2048, generator=torch.Generator().manual_seed(step + ranks.rank))
+            counts.most.append(0)
+            for model in (lent, sent):
+                model.zero_grad()
+                loss_of(model, x).backward()
+            for (name, a), b in zip(lent.named_parameters(), sent.parameters()):
+                assert a.grad is not None and b.grad is not None
+                assert torch.equal(a.grad.to_local(), b.grad.to_local()), name
+    assert_idle(lent)
+    assert_idle(sent)
