@@ -61,27 +61,31 @@ class Grouped:
     def reduce(
         self, sources: Sequence[Source], channel: int, scale: float, may_lend: bool
     ) -> Pending:
-        sums = [s for s in sources if s.flat.dtype == s.out.dtype]
-        exchanges = [s for s in sources if s.flat.dtype != s.out.dtype]
-        if scale != 1.0:
-            for source in sums:
-                source.flat.mul_(scale)
+        outs: list[Tensor] = []
+        inputs: list[Tensor] = []
+        exchanges: list[Exchange] = []
+        for source in sources:
+            flat, out = source.flat, source.out
+            if flat.dtype != out.dtype:
+                exchanges.append(self._exchange(flat, out))
+                continue
+            outs.append(out)
+            inputs.append(flat if scale == 1.0 else flat.mul_(scale))
         works: list[dist.Work] = []
-        if len(sums) == 1:
-            works.append(_torch.reduce_scatter_into(self._reduce_group, sums[0].out, sums[0].flat))
-        elif sums:
-            outs, inputs = [s.out for s in sums], [s.flat for s in sums]
+        if len(outs) == 1:
+            works.append(_torch.reduce_scatter_into(self._reduce_group, outs[0], inputs[0]))
+        elif outs:
             works.append(_torch.reduce_scatter_grouped(self._reduce_group, outs, inputs))
-        return GroupedSum(works, [self._exchange(s) for s in exchanges], scale)
+        return GroupedSum(works, exchanges, scale)
 
     def exchange(self, sent: Tensor, received: Tensor, channel: int) -> Pending:
         return Works([_torch.all_to_all_into(self._reduce_group, received, sent)])
 
-    def _exchange(self, source: Source) -> Exchange:
+    def _exchange(self, flat: Tensor, out: Tensor) -> Exchange:
         """All-to-all in the gradient's dtype: fewer bytes than a sum in the reduce dtype."""
-        received = torch.empty_like(source.flat)
-        work = _torch.all_to_all_into(self._reduce_group, received, source.flat)
-        return Exchange(work, received.view(self.world_size, source.chunk), source)
+        received = torch.empty_like(flat)
+        work = _torch.all_to_all_into(self._reduce_group, received, flat)
+        return Exchange(work, received.view(self.world_size, out.numel()), out)
 
 
 class Exchange(NamedTuple):
@@ -89,13 +93,13 @@ class Exchange(NamedTuple):
 
     work: dist.Work
     received: Tensor
-    source: Source
+    out: Tensor
 
     def finish(self, scale: float) -> None:
         self.work.wait()
-        torch.sum(self.received, dim=0, dtype=self.source.out.dtype, out=self.source.out)
+        torch.sum(self.received, dim=0, dtype=self.out.dtype, out=self.out)
         if scale != 1.0:
-            self.source.out.mul_(scale)
+            self.out.mul_(scale)
 
 
 class OneGather(PackedGather):
