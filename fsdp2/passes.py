@@ -6,11 +6,13 @@ after the group was gathered by hand.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch.distributed import ProcessGroup
 
 from fsdp2 import segments
 from fsdp2.param_group import ParamGroup
-from fsdp2.portion import new_layout_number
+from fsdp2.portion import Portion, new_layout_number
 from fsdp2.truce import Truce
 
 
@@ -26,26 +28,31 @@ class Passes:
     def begin(self, is_backward: bool) -> None:
         """A backward inside a forward ends the forward's truce: a step may follow it there."""
         self.end()
-        found: dict[ProcessGroup | None, Truce | None] = {}
-        for group in self._groups:
-            for portion in group.portions:
-                wire = portion.mesh.shard.group
-                if wire not in found:
-                    found[wire] = self._truce(wire, is_backward)
-                portion.gathers.truce = found[wire]
-        self._truces = [truce for truce in found.values() if truce is not None]
+        truces = self._new_truces(is_backward)
+        for portion in self._portions():
+            portion.gathers.truce = truces.get(portion.mesh.shard.group)
+        self._truces = list(truces.values())
 
-    def _truce(self, wire: ProcessGroup | None, is_backward: bool) -> Truce | None:
-        met = None if wire is None else segments.known(wire)
-        if wire is None or met is None or not met.reads_peers:
-            return None
-        return Truce(met, is_backward, self._layout(), self._layouts.setdefault(wire, {}))
+    def _new_truces(self, is_backward: bool) -> dict[ProcessGroup | None, Truce]:
+        """One for each process group whose ranks read each other's shards."""
+        wires = dict.fromkeys(portion.mesh.shard.group for portion in self._portions())
+        met = {wire: segments.known(wire) for wire in wires if wire is not None}
+        readable = {wire: each for wire, each in met.items() if each and each.reads_peers}
+        layout = self._layout() if readable else 0
+        return {
+            wire: Truce(each, is_backward, layout, self._layouts.setdefault(wire, {}))
+            for wire, each in readable.items()
+        }
+
+    def _portions(self) -> Iterator[Portion]:
+        for group in self._groups:
+            yield from group.portions
 
     def _layout(self) -> int:
         """Another number whenever shards of this rank have moved, or are about to."""
         if not all(group.attributes.are_ours() for group in self._groups):
             return new_layout_number()
-        return max(portion.layout_number for g in self._groups for portion in g.portions)
+        return max(portion.layout_number for portion in self._portions())
 
     def end(self, has_failed: bool = False) -> None:
         """Return when whoever called forward or backward may write to any shard.
