@@ -113,9 +113,8 @@ class Span:
         """Whether nobody else has put something into ``optimizer.state``."""
         if not all(map(is_, map(states.get, self._params), self._entries)):
             return False
-        if sum(map(len, self._entries)) != len(self._kept):
-            return False
-        if not all(map(is_, chain.from_iterable(map(dict.values, self._entries)), self._kept)):
+        values = self._values()
+        if len(values) != len(self._kept) or not all(map(is_, values, self._kept)):
             return False
         return all(copies._version == self._versions[key] for key, copies in self._copies.items())
 
@@ -199,7 +198,10 @@ class Span:
             self._keep()
 
     def _keep(self) -> None:
-        self._kept = [value for entry in self._entries for value in entry.values()]
+        self._kept = self._values()
+
+    def _values(self) -> list[Any]:
+        return [*chain.from_iterable(map(dict.values, self._entries))]
 
     def _show(self, key: str, value: Any) -> None:
         if not isinstance(value, Tensor):

@@ -105,7 +105,9 @@ class _LocalStep:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            if not self._is_current():
+            with _torch.plain_attributes():  # of hundreds of parameters and their gradients
+                is_current = self._is_current()
+            if not is_current:
                 self._plan()
             self._step_on_spans()
         return loss
