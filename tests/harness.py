@@ -58,9 +58,12 @@ GROUP_TIMEOUT = timedelta(seconds=60)
 GRACE = 5.0  # what the other ranks get once one has failed: they may wait for it in a collective
 
 # A server that has imported torch once and forks workers from then on starts a pool in 0.1 s,
-# where spawning four takes 3 s. Forking it is safe: it has one thread and no CUDA context.
+# where spawning four takes 3 s. Forking it is safe: it has one thread and no CUDA context. The
+# first operation on a DTensor imports the compiler: more than a second for each worker otherwise.
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch.distributed.tensor", "pytest"])
+_processes.set_forkserver_preload(
+    ["torch", "torch.distributed.tensor", "torch._dynamo", "pytest", "fsdp2.api"]
+)
 
 
 @dataclass(frozen=True)
