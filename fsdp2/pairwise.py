@@ -89,7 +89,7 @@ class Pairwise:
         Where some sources are cast, none land: of one peer all pieces land or none do, for they
         are received in the order in which it sends them.
         """
-        if any(source.flat.dtype != source.out.dtype for source in sources):
+        if any(source.flat.dtype != source.sums.buffer.dtype for source in sources):
             return None
         return 1 if self.rank == 0 else 0
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fsdp2 import MixedPrecisionPolicy, fully_shard, pairwise
 from fsdp2.pairwise import Part
@@ -54,30 +56,42 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).float().square().mean()
 
 
+def shard_layers(model: nn.Sequential, **options: Any) -> nn.Sequential:
+    for layer in model:
+        fully_shard(layer, **options)
+    return fully_shard(model, **options)
+
+
+def gradients_of(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """This rank's, of one backward."""
+    model.zero_grad()
+    loss_of(model, x).backward()
+    return [cast(DTensor, param.grad).to_local() for param in model.parameters()]
+
+
 @distributed(2, 3, 4)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_room_for_a_few_pieces(ranks: Ranks, dtype: torch.dtype | None) -> None:
     """However large the gradients are. In the first backward ranks have not compared their
-    orders: nobody may wait for room that a peer makes, so everything has some."""
+    orders: nobody may wait for room that a peer makes, so everything has some. The numbers are
+    those of ranks that read each other's memory, and in float32 of the unsharded model, bit by
+    bit."""
     torch.manual_seed(0)
     reference = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
     policy = MixedPrecisionPolicy(dtype, torch.float32 if dtype else None)
     generator = torch.Generator().manual_seed(1)
+    steps = [list(torch.randn(ranks.world_size, 4, 256, generator=generator)) for _ in range(3)]
+    lent = shard_layers(copy.deepcopy(reference), mesh=ranks.mesh(), mp_policy=policy)
+    expected = [gradients_of(lent, inputs[ranks.rank]) for inputs in steps]
     with by_messages(), small_pieces() as counts:
-        model = copy.deepcopy(reference)
-        for layer in model:
-            fully_shard(layer, mesh=ranks.mesh(), mp_policy=policy)
-        fully_shard(model, mesh=ranks.mesh(), mp_policy=policy)
-        for _ in range(3):
-            inputs = list(torch.randn(ranks.world_size, 4, 256, generator=generator))
+        model = shard_layers(copy.deepcopy(reference), mesh=ranks.mesh(), mp_policy=policy)
+        for inputs, gradients in zip(steps, expected):
             counts.most.append(0)
-            loss_of(model, inputs[ranks.rank]).backward()
+            found = gradients_of(model, inputs[ranks.rank])
+            assert all(map(torch.equal, found, gradients))
             if dtype is None:
                 data_parallel(reference, inputs, loss_of)
                 assert_same_params(model, reference)
-            else:
-                assert all(param.grad is not None for param in model.parameters())
-            model.zero_grad()
             reference.zero_grad()
     few = max(1, 4 // (ranks.world_size - 1))
     assert counts.most[0] > 4 * few, "everything at once"
@@ -116,11 +130,6 @@ def test_two_dtypes_in_one_reduction(ranks: Ranks) -> None:
         for step in range(3):
             x = torch.randn(4, 2048, generator=torch.Generator().manual_seed(step + ranks.rank))
             counts.most.append(0)
-            for model in (lent, sent):
-                model.zero_grad()
-                loss_of(model, x).backward()
-            for (name, a), b in zip(lent.named_parameters(), sent.parameters()):
-                assert a.grad is not None and b.grad is not None
-                assert torch.equal(a.grad.to_local(), b.grad.to_local()), name
+            assert all(map(torch.equal, gradients_of(sent, x), gradients_of(lent, x)))
     assert_idle(lent)
     assert_idle(sent)
