@@ -29,9 +29,9 @@ def join(
     spans = []
     for run in _runs([Piece.of(param) for param in params], states, may_join):
         span = fitting.get(tuple(id(piece.param) for piece in run.pieces))
-        if span is None or not span.is_current(states):
+        if span is None or not (span.has_entries_of(states) and span.is_current()):
             span = Span(run.pieces, run.buffer, states)
-            is_current = span.is_current(states)
+            is_current = span.is_current()
             assert is_current, "all lies as it did a moment ago"
         spans.append(span)
     return spans

@@ -103,16 +103,18 @@ class Span:
 
     # Before the step
 
-    def is_current(self, states: States) -> bool:
+    def has_entries_of(self, states: States) -> bool:
+        """Whether those of the parameters are still the ones in ``optimizer.state``."""
+        return all(map(is_, map(states.get, self._params), self._entries))
+
+    def is_current(self) -> bool:
         """Whether all lies as it did in the last step; gives ``tensor`` its gradient if so."""
         if not self.stands_in:
-            return self.tensor.grad is not None and states.get(self.tensor) is self.state
-        return self._keeps_state(states) and self._take_gradient()
+            return self.tensor.grad is not None
+        return self._keeps_state() and self._take_gradient()
 
-    def _keeps_state(self, states: States) -> bool:
-        """Whether nobody else has put something into ``optimizer.state``."""
-        if not all(map(is_, map(states.get, self._params), self._entries)):
-            return False
+    def _keeps_state(self) -> bool:
+        """Whether nobody else has put something into the parameters' entries."""
         values = self._values()
         if len(values) != len(self._kept) or not all(map(is_, values, self._kept)):
             return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable
+from operator import is_
 from types import MethodType
 from typing import Any, Literal, TypeVar
 
@@ -96,6 +97,10 @@ class _LocalStep:
         self._ids: list[list[int]] = []
         """Of their parameters."""
         self._spans: list[list[Span]] = []
+        self._entries: list[dict[str, Any]] = []
+        """All values of ``optimizer.state``, in its order."""
+        self._written: list[Tensor] = []
+        """Parameters whose local tensors a step writes to behind their backs."""
         self._idle: list[Tensor] = []
         """Parameters that had no gradient."""
 
@@ -123,10 +128,13 @@ class _LocalStep:
         groups, state = self._optimizer.param_groups, self._optimizer.state
         if len(groups) != len(self._groups) or any(p.grad is not None for p in self._idle):
             return False
+        # Compared in order: a lookup of each would hash a tensor, which is a call of its own.
+        if len(state) != len(self._entries) or not all(map(is_, state.values(), self._entries)):
+            return False
         for group, known, ids, spans in zip(groups, self._groups, self._ids, self._spans):
             if group is not known or [*map(id, group["params"])] != ids:
                 return False
-            if not all(span.is_current(state) for span in spans):
+            if not all(span.is_current() for span in spans):
                 return False
         return True
 
@@ -147,6 +155,8 @@ class _LocalStep:
             found.append(join(used, self._optimizer.state, may_join, known))
         self._ids = [[*map(id, group["params"])] for group in groups]
         self._groups, self._spans = groups, found
+        self._entries = [*self._optimizer.state.values()]
+        self._written = [m.param for span in self.spans if span.stands_in for m in span.members]
 
     def _check_groups(self) -> None:
         if any(group.get("differentiable") for group in self._optimizer.param_groups):
@@ -202,6 +212,4 @@ class _LocalStep:
                 span.let_go()
         for span in every:
             span.publish(state[span.tensor])
-        # The local tensors were written to behind the parameters' backs.
-        written = [m.param for span in every if span.stands_in for m in span.members]
-        torch.autograd.graph.increment_version(written)
+        torch.autograd.graph.increment_version(self._written)
