@@ -7,11 +7,11 @@ libraries test with ``isinstance``.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache, wraps
-from operator import attrgetter
 from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
@@ -78,6 +78,7 @@ __all__ = [
 ]
 
 _NO_TASK = -1
+_SUM = dist.ReduceScatterOptions()
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -137,7 +138,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return list(map(attrgetter("_local_tensor"), tensors))
+    return [tensor._local_tensor for tensor in tensors]  # type: ignore[attr-defined]
 
 
 def plain_attributes() -> AbstractContextManager[object]:
@@ -149,10 +150,10 @@ def plain_attributes() -> AbstractContextManager[object]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each was written to. The counter is private; since 0.4."""
+def marks_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[bool]]:
+    """How often each was written to, by a counter that is private, since 0.4; what is trainable."""
     with plain_attributes():
-        return [tensor._version for tensor in tensors]
+        return [t._version for t in tensors], [t.requires_grad for t in tensors]
 
 
 def set_local(tensor: Tensor, local: Tensor) -> None:
@@ -197,10 +198,7 @@ def leave_state(module: nn.Module, state: object) -> None:
 
 
 def no_grad(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """``torch.no_grad()`` around every call, which costs 4 microseconds and this one half of one.
-
-    The setter is private; since 0.4.
-    """
+    """``torch.no_grad()`` around every call, for 0.5 microseconds and not 4. Private; since 0.4."""
 
     @wraps(function)
     def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -273,6 +271,28 @@ def may_be_given(params: Sequence[Tensor]) -> bool:
         return not [p for p in params if p.grad is not None or p._post_accumulate_grad_hooks]
 
 
+def take_gradients(params: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradient of each, which it has no more afterwards."""
+    with plain_attributes():
+        found = [param.grad for param in params]
+        for param in params:
+            param.grad = None
+    return found
+
+
+def add_gradient_hook(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """``tensor.register_hook`` without its handle, at a third of the cost for the first hook.
+
+    Later ones get handles' numbers in the same dict, from 0 on. Both names are private; since 0.2.
+    """
+    node = tensor.grad_fn
+    if node is None or tensor._backward_hooks is not None or type(tensor) is not Tensor:
+        tensor.register_hook(hook)
+    else:
+        tensor._backward_hooks = OrderedDict({-1: hook})
+        node._register_hook_dict(tensor)
+
+
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[..., object]:
     """The ``step`` of an optimizer's class below the wrapper that runs the users' step hooks.
 
@@ -343,8 +363,7 @@ def all_gather_grouped(
 
 
 def reduce_scatter_into(group: dist.ProcessGroup, out: Tensor, source: Tensor) -> dist.Work:
-    options = dist.ReduceScatterOptions()
-    return _either(group, "reduce_scatter_single", "_reduce_scatter_base")(out, source, options)
+    return _either(group, "reduce_scatter_single", "_reduce_scatter_base")(out, source, _SUM)
 
 
 def reduce_scatter_grouped(

@@ -29,13 +29,14 @@ class PackedBlock(NamedTuple):
     sizes: list[int]
     outs: list[Tensor]
     """Per packed parameter its slice of the full buffer, ``(packed_ranks, chunk_numel)``."""
-    runs: list[tuple[Tensor, Tensor]]
-    """On the CPU: runs of such slices, and the columns that go there."""
+    runs: list[Tensor]
+    """On the CPU: runs of such slices."""
+    run_columns: list[Tensor]
+    """What goes there."""
 
     def copy_out(self) -> None:
         if self.runs:
-            for out, columns in self.runs:
-                out.copy_(columns)
+            torch._foreach_copy_(self.runs, self.run_columns)
         else:  # one kernel on an accelerator
             torch.split_with_sizes_copy(self.rows, self.sizes, dim=1, out=self.outs)
 
@@ -212,21 +213,22 @@ class Filling:
         sizes = [slot.rows.chunk_numel for slot in slots]
         outs = [self._full.at(index, s.full_offset, ranks, s.rows.chunk_numel) for s in slots]
         is_on_cpu = block.device.type == "cpu"
-        runs = self._packed_runs(block, outs) if is_on_cpu else []
-        self._packed.append(PackedBlock(block[:ranks], sizes, outs, runs))
+        runs = self._packed_runs(block, outs) if is_on_cpu else ([], [])
+        self._packed.append(PackedBlock(block[:ranks], sizes, outs, *runs))
 
-    def _packed_runs(self, block: Tensor, outs: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def _packed_runs(self, block: Tensor, outs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         ranks, sizes = outs[0].shape[0], [out.shape[1] for out in outs]
         starts = [0, *accumulate(sizes)][:-1]
         full_starts = [int(out.storage_offset()) for out in outs]
-        found: list[tuple[Tensor, Tensor]] = []
+        found: list[Tensor] = []
+        found_columns: list[Tensor] = []
         for run in runs_of(sizes, starts, full_starts):
             size, (step, full_step) = sizes[run.first], run.steps
             shape = run.length, ranks, size
             first, out = block[:, starts[run.first] :], outs[run.first]
-            columns = first.as_strided(shape, (step, block.shape[1], 1))
-            found.append((out.as_strided(shape, (full_step, size, 1)), columns))
-        return found
+            found.append(out.as_strided(shape, (full_step, size, 1)))
+            found_columns.append(first.as_strided(shape, (step, block.shape[1], 1)))
+        return found, found_columns
 
     def _add_block(self, block: Tensor, source: Tensor) -> None:
         self.blocks.append(block)
@@ -260,6 +262,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._idle: dict[Hashable, StagingBlock] = {}
+        self._ones: dict[Hashable, Tensor] = {}
 
     def take(self, kind: Hashable) -> StagingBlock | None:
         return self._idle.pop(kind, None)
@@ -267,8 +270,16 @@ class Staging:
     def give(self, kind: Hashable, block: StagingBlock) -> None:
         self._idle[kind] = block
 
+    def ones(self, rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The flags of all groups with so many parameters. Not to be written to."""
+        kind = rows, columns, dtype, device
+        found = self._ones.get(kind)
+        if found is None:
+            found = self._ones[kind] = torch.ones(rows, columns, dtype=dtype, device=device)
+        return found
+
     def tensors(self) -> list[Tensor]:
-        return [block.rows for block in self._idle.values()]
+        return [block.rows for block in self._idle.values()] + [*self._ones.values()]
 
 
 def own_storage(local: Tensor) -> Tensor:

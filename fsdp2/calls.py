@@ -65,6 +65,8 @@ class Step:
     """Forward calls whose backward has not left the group's modules yet."""
     in_backward: bool = False
     """Its backward has begun and its full parameters were not freed since."""
+    is_fresh: bool = False
+    """Gathered from its shards by the forward under way, which has not come to it since."""
     is_settled: bool = False
     """Its gradients were handed in once in this backward."""
 

@@ -62,7 +62,9 @@ class Source(NamedTuple):
     @property
     def out(self) -> Tensor:
         """``chunk`` elements. What lies behind those of this rank is not written."""
-        return self.sums.buffer.narrow(0, self.offset, self.chunk)
+        buffer = self.sums.buffer
+        is_all = self.chunk == buffer.numel()  # as in groups of nothing but small parameters
+        return buffer if is_all else buffer.narrow(0, self.offset, self.chunk)
 
 
 class Pending(Protocol):

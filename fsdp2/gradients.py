@@ -6,7 +6,7 @@ gradient, so that ranks which used different parameters still send the same byte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -61,7 +61,7 @@ class ReductionPlan:
         ]
         self._new: Callable[..., Tensor] = torch.empty
         """How gradient buffers are made."""
-        self._all_present: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._has_outer = any(param.outer is not None for param in params)
         self._is_float16 = any(plan.reduced is torch.float16 for plan in self.sections)
 
     def _plan_section(self, section: Section, trainable: tuple[int, ...]) -> SectionPlan:
@@ -80,16 +80,19 @@ class ReductionPlan:
         gradients = plan_gradients(section, trainable, path_of, reduced.itemsize)
         views = [self._view(column) for column in gradients.columns]
         runs = runs_of([view.shape for view in views], [view.offset for view in views])
+        rows = [column.slot.rows for column in gradients.columns]
+        is_direct = [column.path is Path.DIRECT for column in gradients.columns]
+        sent = [i for i, each in enumerate(rows) if each.numel]
         return SectionPlan(
             gradients=gradients,
             storage=storage,
             compute=compute,
             reduced=reduced,
             wire=compute if compute.itemsize < reduced.itemsize else reduced,
-            direct=[c for c in gradients.by_path(Path.DIRECT) if c.slot.rows.numel],
-            packed=[
-                c for c in gradients.by_path(Path.PACKED, Path.REPLICATED) if c.slot.rows.numel
-            ],
+            params=[view.param for view in views],
+            direct=[i for i in sent if is_direct[i]],
+            packed=[i for i in sent if not is_direct[i]],
+            has_scalars=any(each.is_scalar for each in rows),
             views=views,
             runs=[GradientRun.over(views, run) for run in runs],
             coded=frozenset(s.index for s in section.slots if self._is_coded(s, compute)),
@@ -131,11 +134,7 @@ class ReductionPlan:
         if full is None or gradient is None:
             return None
         full.grad = None
-        if gradient.layout is not torch.strided:
-            raise NotImplementedError(
-                f"parameter '{param.name}' got a gradient of layout {gradient.layout}; use "
-                "dense gradients, for example nn.Embedding(sparse=False)"
-            )
+        _check_dense(param, gradient)
         return gradient if param.outer is None else param.plain(gradient)
 
     def _take_all(self, param: ShardedParam) -> Tensor | None:
@@ -176,7 +175,7 @@ class ReductionPlan:
         with streams.reducing():
             pending: Pending = NOTHING
             if self._transport is None:
-                sections = [self._prepare_unsplit(plan, scale) for plan in self.sections]
+                sections = [self._prepare_unsplit(plan, staging, scale) for plan in self.sections]
             else:
                 sections = [
                     self._prepare(plan, sources, staging, is_accumulating) for plan in self.sections
@@ -202,7 +201,7 @@ class ReductionPlan:
                     results.append((view.param, gradient.to(plan.storage)))
         return results
 
-    def _prepare_unsplit(self, plan: SectionPlan, scale: float) -> ReducedSection:
+    def _prepare_unsplit(self, plan: SectionPlan, staging: Staging, scale: float) -> ReducedSection:
         """With whole parameters on every rank: all gradients into the buffer to be summed."""
         sums = self._sums(plan)
         buffer = sums.buffer
@@ -221,8 +220,8 @@ class ReductionPlan:
             torch._foreach_copy_(places, found)
             if scale != 1.0:
                 torch._foreach_mul_(places, scale)
-        flags = self._flags(plan, missing, plan.reduced)
-        buffer[plan.gradients.flags_offset :] = flags
+        flags = self._flags(plan, missing, staging, plan.reduced, 1)
+        buffer[plan.gradients.flags_offset :] = flags[0]
         return ReducedSection(plan, sums, missing, found, None)
 
     def _prepare(
@@ -234,31 +233,49 @@ class ReductionPlan:
     ) -> ReducedSection:
         """Make the gradient buffer of one section, and of its gradients what goes into it."""
         wire = plan.reduced if is_accumulating else plan.wire
-        missing: list[int] = []
-        full: dict[int, Tensor] = {}
-        for view in plan.views:
-            param = view.param
-            is_kept = param.accumulated is not None
-            gradient = self._take_all(param) if is_kept else self._take(param)
-            if gradient is None:
-                missing.append(view.index)
-                shape = param.rows.shape
-                gradient = torch.zeros(shape, dtype=wire, device=self._mesh.device)
-            else:
-                if view.dim:
-                    gradient = gradient.movedim(view.dim, 0)
-                if gradient.dtype is not wire or not gradient.is_contiguous():
-                    gradient = gradient.to(wire).contiguous()
-            full[view.index] = gradient
+        full, missing = self._full_gradients(plan, wire, is_accumulating)
         sums = self._sums(plan)
-        for column in plan.direct:
+        for i in plan.direct:
+            column = plan.gradients.columns[i]
             index, chunk = column.slot.index, column.slot.rows.chunk_numel
-            flat, is_coded = full[index].view(-1), index in plan.coded
+            flat, is_coded = full[i].view(-1), index in plan.coded
             sources.append(Source(flat, chunk, sums, column.offset, is_coded))
         packed = self._pack(plan, full, missing, staging, wire)
         gradients = plan.gradients
         sources.append(Source(packed.flat, gradients.packed_numel, sums, gradients.packed_offset))
-        return ReducedSection(plan, sums, missing, list(full.values()), packed)
+        return ReducedSection(plan, sums, missing, full, packed)
+
+    def _full_gradients(
+        self, plan: SectionPlan, wire: torch.dtype, is_accumulating: bool
+    ) -> tuple[list[Tensor], list[int]]:
+        """Rows in front and in order, in the dtype that travels; and which are only zeros."""
+        found = self._take_each(plan.params, is_accumulating)
+        full: list[Tensor] = []
+        missing: list[int] = []
+        try:
+            for view, gradient in zip(plan.views, found):
+                if gradient is None:
+                    missing.append(view.index)
+                    shape = view.param.rows.shape
+                    gradient = torch.zeros(shape, dtype=wire, device=self._mesh.device)
+                elif view.dim or gradient.dtype is not wire or not gradient.is_contiguous():
+                    rows = gradient.movedim(view.dim, 0) if view.dim else gradient
+                    gradient = rows.to(wire).contiguous()
+                full.append(gradient)
+        except RuntimeError:
+            for param, gradient in zip(plan.params, found):
+                _check_dense(param, gradient)  # others have no order that could be asked for
+            raise
+        return full, missing
+
+    def _take_each(
+        self, params: list[ShardedParam], is_accumulating: bool
+    ) -> Sequence[Tensor | None]:
+        """Most often autograd's gradients as they are."""
+        full = [param.full for param in params if param.full is not None]
+        if is_accumulating or self._has_outer or len(full) < len(params):
+            return [self._take_all(param) for param in params]
+        return _torch.take_gradients(full)
 
     def _sums(self, plan: SectionPlan) -> Sums:
         numel, device = plan.gradients.numel, self._mesh.device
@@ -267,7 +284,7 @@ class ReductionPlan:
     def _pack(
         self,
         plan: SectionPlan,
-        full: dict[int, Tensor],
+        full: list[Tensor],
         missing: list[int],
         staging: Staging,
         wire: torch.dtype,
@@ -275,7 +292,7 @@ class ReductionPlan:
         """Row r of the packed block is what rank r owns of each small gradient, and the flags."""
         gradients = plan.gradients
         owners = gradients.packed_ranks
-        flags = self._flags(plan, missing, wire)
+        flags = self._flags(plan, missing, staging, wire, max(owners, 1))
         packed = staging.take(kind_of(plan, wire))
         is_new = packed is None
         if packed is None:
@@ -283,25 +300,42 @@ class ReductionPlan:
             rows = torch.empty(shape, dtype=wire, device=self._mesh.device)
             packed = StagingBlock(rows, rows[:owners], rows.view(-1))
         if owners:
-            columns = [full[column.slot.index] for column in plan.packed]
-            columns = [c.expand(owners, 1) if c.ndim == 0 else c for c in columns]
-            columns.append(flags.expand(owners, -1))
+            columns = [full[i] for i in plan.packed]
+            if plan.has_scalars:
+                columns = [c.expand(owners, 1) if c.ndim == 0 else c for c in columns]
+            columns.append(flags)
             _torch.chunk_cat(columns, owners, out=packed.owned)
         if is_new or missing:  # what the other ranks get besides the flags only a hook reads
-            packed.rows[owners:, : gradients.packed_numel - len(flags)] = 0
-            packed.rows[owners:, gradients.packed_numel - len(flags) :] = flags
+            start = gradients.packed_numel - len(gradients.columns)
+            packed.rows[owners:, :start] = 0
+            packed.rows[owners:, start:] = flags[0]
         return packed
 
-    def _flags(self, plan: SectionPlan, missing: list[int], wire: torch.dtype) -> Tensor:
-        """One per parameter: 1 where this rank has a gradient."""
+    def _flags(
+        self,
+        plan: SectionPlan,
+        missing: list[int],
+        staging: Staging,
+        wire: torch.dtype,
+        owners: int,
+    ) -> Tensor:
+        """One per parameter: 1 where this rank has a gradient. Once for each of ``owners`` ranks.
+
+        Repeated in memory, since a strided column among them makes packing twice as slow.
+        """
         columns = plan.gradients.columns
-        flags = self._all_present.get((len(columns), wire))
-        if flags is None:
-            flags = torch.ones(len(columns), dtype=wire, device=self._mesh.device)
-            self._all_present[len(columns), wire] = flags
+        flags = staging.ones(owners, len(columns), wire, self._mesh.device)
         if missing:
             flags = flags.clone()
             for i, column in enumerate(columns):
                 if column.slot.index in missing:
-                    flags[i] = 0
+                    flags[:, i] = 0
         return flags
+
+
+def _check_dense(param: ShardedParam, gradient: Tensor | None) -> None:
+    if gradient is not None and gradient.layout is not torch.strided:
+        raise NotImplementedError(
+            f"parameter '{param.name}' got a gradient of layout {gradient.layout}; use dense "
+            "gradients, for example nn.Embedding(sparse=False)"
+        )

@@ -165,7 +165,7 @@ class State(StageEnd):
             if not tensor.requires_grad:
                 return tensor
             tensor = tensor.view_as(tensor)
-            tensor.register_hook(passed)
+            _torch.add_gradient_hook(tensor, passed)
             return tensor
 
         if len(args) == 1 and isinstance(args[0], Tensor) and not kwargs:
@@ -204,11 +204,11 @@ class State(StageEnd):
         for tensor in tensors:
             if tensor.requires_grad:
                 found = True
-                tensor.register_hook(partial(self.pre_backward, call))
+                _torch.add_gradient_hook(tensor, partial(self.pre_backward, call))
                 base = _torch.base_of(tensor)
                 if base is not None and base.grad_fn is not None:
                     # An in-place change of a view drops the view's hook, not its base's.
-                    base.register_hook(partial(self.pre_backward_of_base, call))
+                    _torch.add_gradient_hook(base, partial(self.pre_backward_of_base, call))
         return found
 
     # The names under which PyTorch's own `register_fsdp_forward_method` reaches the two

@@ -24,13 +24,15 @@ class Order:
         self._next = 0
         self._matches = bool(self._recorded)
 
-    def advance(self, group: ParamGroup) -> None:
-        """``group`` is used now. A pass that leaves the prediction is not predicted further."""
+    def advance(self, group: ParamGroup) -> bool:
+        """``group`` is used now. Whether that leaves the prediction: then nothing more is."""
         self._current.append(group)
-        if self._matches:
-            at = self._next
-            self._matches = at < len(self._recorded) and self._recorded[at] is group
-            self._next = at + 1
+        if not self._matches:
+            return False
+        at = self._next
+        self._matches = at < len(self._recorded) and self._recorded[at] is group
+        self._next = at + 1
+        return not self._matches
 
     def upcoming(self) -> Iterator[ParamGroup]:
         if self._matches:

@@ -30,6 +30,7 @@ from fsdp2.calls import Step
 from fsdp2.compiling import untraced
 from fsdp2.custom import CustomComms
 from fsdp2.errors import UsageError
+from fsdp2.marks import Marks
 from fsdp2.mesh import Axis, ShardMesh, part_group
 from fsdp2.policies import OffloadPolicy, Switches, input_dtype
 from fsdp2.portion import Portion
@@ -88,10 +89,7 @@ class ParamGroup:
         """As of the last gather."""
         self._trainable: list[tuple[int, ...]] = []
         """The same per portion, by places in it."""
-        self._are_trainable: list[bool] = []
         self._arrived: torch.Event | None = None
-        self._shards: list[nn.Parameter] = []
-        self._versions: list[int] = []
         self.custom = CustomComms()
         self.reduces_apart = False
         self._deal(params)
@@ -124,7 +122,7 @@ class ParamGroup:
         self._note_layout()
 
     def _note_layout(self) -> None:
-        self._shards = [param.shard for param in self.params]
+        self._marks = Marks(self.params)
         self.attributes.remember()
         self.aliases_shards = all(portion.aliases_shards for portion in self.portions)
         """Whether the full parameters take no memory beside the shards."""
@@ -221,8 +219,8 @@ class ParamGroup:
         hooks = {param: _gradient_hook(self, i) for i, param in enumerate(self.params)}
         for portion in self.portions:
             portion.make_full(hooks, self.channel)
-        self._versions = _torch.versions_of(self._shards)
-        self._are_trainable = []
+        self.attributes.remember_full()
+        self._marks.begin()
 
     # Gather
 
@@ -231,20 +229,22 @@ class ParamGroup:
         return self.state is GroupState.SHARDED or self.state is GroupState.PART
 
     @_torch.no_grad
-    def start_gather(self, streams: Streams) -> None:
-        """Issue the gather of the full parameters: from ``SHARDED`` or ``PART`` to ``ARRIVING``."""
+    def start_gather(self, streams: Streams, is_backward: bool = False) -> None:
+        """Issue the gather of the full parameters: from ``SHARDED`` or ``PART`` to ``ARRIVING``.
+
+        Backward reads what forward read: parameters that were replaced since wait for the next
+        forward, and the replaced ones get the gradients, as in any module.
+        """
         assert self.needs_gather, self.name
         from_part = self.state is GroupState.PART
-        if not from_part:
+        if not (from_part or is_backward):
             self.refresh()
         self.state = GroupState.ARRIVING
         if not self.params:
             return
         if self.params[0].full is None:
             self._make_full()
-        if not from_part:
-            self._follow_versions()
-        self.follow_trainable()
+        self.follow_marks(is_gathered=not from_part)
         if self.aliases_shards:
             return
         self._fill(streams, from_part)
@@ -273,39 +273,16 @@ class ParamGroup:
         for portion in self.portions:
             portion.complete()
 
-    def _follow_versions(self) -> None:
-        """Note which shards changed since the last gather.
-
-        A shard that was written to since the last gather counts as an in-place change of
-        the full parameter, so that autograd refuses a backward through its old value.
-        """
-        versions = _torch.versions_of(self._shards)
-        if versions != self._versions:
-            changed = [
-                param.full
-                for param, now, before in zip(self.params, versions, self._versions)
-                if now != before and param.full is not None
-            ]
-            torch.autograd.graph.increment_version(changed)
-            self._versions = versions
-
-    def follow_trainable(self) -> None:
-        """A shard that was frozen or thawed makes its full parameter so."""
-        with _torch.plain_attributes():
-            flags = [shard.requires_grad for shard in self._shards]
-        if flags != self._are_trainable:
-            for param, flag in zip(self.params, flags):
-                assert param.full is not None
-                if param.full.requires_grad != flag:
-                    param.full.requires_grad_(flag)
-            self._are_trainable = flags
+    def follow_marks(self, is_gathered: bool = False) -> None:
+        """A shard that was written to, frozen or thawed makes its full parameter so."""
+        if self._marks.follow(is_gathered):
+            self.trainable = self._marks.trainable
             self._trainable = [portion.trainable for portion in self.portions]
-            self.trainable = tuple(i for i, flag in enumerate(flags) if flag)
 
     @property
     def is_stale(self) -> bool:
         """Whether a shard was written to or replaced after it had been gathered."""
-        return self._versions != _torch.versions_of(self._shards) or not self.attributes.are_ours()
+        return self._marks.were_written or not self.attributes.are_ours()
 
     def free(self) -> None:
         """Give the full parameters' memory back: to ``SHARDED``, from any state."""
@@ -334,7 +311,8 @@ class ParamGroup:
     # Gradients
 
     def expect_gradients(self) -> None:
-        self.waiting = set(self.trainable)
+        self.waiting.clear()
+        self.waiting.update(self.trainable)
 
     def on_gradient(self, index: int) -> None:
         """Autograd has accumulated the gradient of one full parameter."""
@@ -380,17 +358,18 @@ class ParamGroup:
         for portion in self.portions:
             portion.partial.sums = []
         self.is_accumulating = False
-        self.waiting = set()
+        self.waiting.clear()
 
 
 def _gradient_hook(group: ParamGroup, index: int) -> Callable[[Tensor], None]:
     """A hook on a full parameter. Python cannot collect a cycle that runs through a hook."""
-    reference = ref(group)
+    reference, waiting = ref(group), group.waiting
 
     @untraced
     def hook(full: Tensor) -> None:
-        group = reference()
-        if group is not None:
+        if len(waiting) > 1:  # called for each parameter: the group is asked when it matters
+            waiting.discard(index)
+        elif (group := reference()) is not None:
             group.on_gradient(index)
 
     return hook

@@ -38,7 +38,7 @@ class Passes:
         wires = dict.fromkeys(portion.mesh.shard.group for portion in self._portions())
         met = {wire: segments.known(wire) for wire in wires if wire is not None}
         readable = {wire: each for wire, each in met.items() if each and each.reads_peers}
-        layout = self._layout() if readable else 0
+        layout = self._layout(is_backward) if readable else 0
         return {
             wire: Truce(each, is_backward, layout, self._layouts.setdefault(wire, {}))
             for wire, each in readable.items()
@@ -48,9 +48,12 @@ class Passes:
         for group in self._groups:
             yield from group.portions
 
-    def _layout(self) -> int:
-        """Another number whenever shards of this rank have moved, or are about to."""
-        if not all(group.attributes.are_ours() for group in self._groups):
+    def _layout(self, is_backward: bool) -> int:
+        """Another number whenever shards of this rank have moved, or are about to.
+
+        In backward none will: it reads what forward read.
+        """
+        if not is_backward and not all(group.attributes.are_ours() for group in self._groups):
             return new_layout_number()
         return max(portion.layout_number for portion in self._portions())
 

@@ -12,8 +12,10 @@ that no rank used keeps ``grad`` as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, compress
+from math import prod
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,7 +24,7 @@ from torch import Tensor
 from fsdp2 import _torch
 from fsdp2.buffers import Staging, StagingBlock
 from fsdp2.collectives import Lent, Pending, Replicas, Source, Sums
-from fsdp2.gradient_layout import GradientColumn, GradientSection
+from fsdp2.gradient_layout import GradientSection
 from fsdp2.runs import Run
 from fsdp2.sharded_param import ShardedParam, set_gradients
 from fsdp2.streams import Streams
@@ -77,21 +79,36 @@ class GradientRun:
 
     views: list[GradientView]
     shape: tuple[int, ...]
-    """How many there are, then that of each: rows in front."""
+    """Of the view: how many there are, then that of each, rows in front; or all rows."""
     stride: tuple[int, ...]
     offset: int
+    sizes: list[int] | None
+    """How many rows each has, where the rows of all lie side by side."""
+    is_moved: bool
+    """Whether some are split along another dimension than the first."""
 
     @classmethod
     def over(cls, views: list[GradientView], run: Run) -> GradientRun:
         members = views[run.first : run.first + run.length]
         first = members[0]
-        return cls(members, (run.length, *first.shape), (*run.steps, *first.stride), first.offset)
+        shape, stride = (run.length, *first.shape), (*run.steps, *first.stride)
+        sizes = None
+        if first.shape and run.steps == (prod(first.shape),):
+            sizes = run.length * [first.shape[0]]
+            shape, stride = (sum(sizes), *first.shape[1:]), first.stride
+        is_moved = any(view.dim for view in members)
+        return cls(members, shape, stride, first.offset, sizes, is_moved)
 
-    def of(self, buffer: Tensor) -> Iterator[tuple[GradientView, Tensor]]:
+    def of(self, buffer: Tensor) -> Sequence[Tensor]:
         """Contiguous, in the order of each parameter's own dimensions."""
-        found = torch.as_strided(buffer, self.shape, self.stride, self.offset).unbind()
-        for view, gradient in zip(self.views, found):
-            yield view, gradient.movedim(0, view.dim).contiguous() if view.dim else gradient
+        block = torch.as_strided(buffer, self.shape, self.stride, self.offset)
+        if self.sizes is None:
+            found = block.unbind()
+        else:  # half as long, since no gradient has to remember what it is a view of
+            found = torch.unsafe_split_with_sizes(block, self.sizes)
+        if not self.is_moved:
+            return found
+        return [g.movedim(0, view.dim).contiguous() for view, g in zip(self.views, found)]
 
 
 class SectionPlan(NamedTuple):
@@ -103,8 +120,12 @@ class SectionPlan(NamedTuple):
     reduced: torch.dtype
     wire: torch.dtype
     """The narrower of gradient and reduce dtype: a sum in a wider one loses nothing by it."""
-    direct: list[GradientColumn]
-    packed: list[GradientColumn]
+    params: list[ShardedParam]
+    """Those with a gradient, in the order of the section's columns."""
+    direct: list[int]
+    """Places among ``params`` of those whose gradients are sent from where they lie."""
+    packed: list[int]
+    has_scalars: bool
     views: list[GradientView]
     runs: list[GradientRun]
     """All of ``views``, in their order."""
@@ -336,15 +357,14 @@ class ExchangedReduction:
                 self._staging.give(section.kind, section.packed)
 
     def _hand_over(self, section: ReducedSection, result: Tensor) -> None:
-        unused = self._unused(section) if section.missing else ()
-        params = [view.param for view in section.plan.views if view.index not in unused]
-        gradients = (
-            gradient
-            for run in section.plan.runs
-            for view, gradient in run.of(result)
-            if view.index not in unused
-        )
-        set_gradients(params, gradients)
+        plan = section.plan
+        gradients = chain.from_iterable(run.of(result) for run in plan.runs)
+        unused = self._unused(section) if section.missing else None
+        if not unused:
+            set_gradients(plan.params, gradients)
+            return
+        is_used = [view.index not in unused for view in plan.views]
+        set_gradients([*compress(plan.params, is_used)], compress(gradients, is_used))
 
     @torch.no_grad()
     def drop(self) -> None:

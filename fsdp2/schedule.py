@@ -96,10 +96,12 @@ class Schedule:
             self.listener.add(event, group.name, detail)
 
     def start_gather(self, group: ParamGroup, reason: str = "") -> None:
-        if group.switches.reshard_after_forward or self.phase is Phase.BACKWARD:
+        is_backward = self.phase is Phase.BACKWARD
+        if group.switches.reshard_after_forward or is_backward:
             self._in_flight.append(group)
+        group.step.is_fresh = self.phase is Phase.FORWARD and group.state is GroupState.SHARDED
         self._note("gather", group, reason)
-        group.start_gather(self.streams)
+        group.start_gather(self.streams, is_backward)
 
     def make_full(self, group: ParamGroup) -> None:
         """Return with the full parameters readable by what is computed next."""
@@ -115,7 +117,7 @@ class Schedule:
             group.free()
         if group in self._in_flight:
             self._in_flight.remove(group)
-        group.step.in_backward = False
+        group.step.in_backward = group.step.is_fresh = False
 
     def _free_unless_running(self, group: ParamGroup) -> None:
         """A backward inside a forward must not take away what that forward computes with."""
@@ -130,7 +132,7 @@ class Schedule:
                     self.start_gather(other, "as listed")
             return
         outer = self._enclosing[group]
-        counted = sum(other not in outer for other in self._in_flight)
+        counted = len(self._in_flight) - sum(map(outer.__contains__, self._in_flight))
         for other in order.upcoming():
             if counted >= self.limit:
                 return
@@ -148,9 +150,7 @@ class Schedule:
                 self.free(group)
 
     def _advance(self, order: Order, group: ParamGroup) -> None:
-        was_predicted = order.is_predicted
-        order.advance(group)
-        if was_predicted and not order.is_predicted:
+        if order.advance(group):
             self._free_mispredicted(group)
 
     # Forward
@@ -196,9 +196,10 @@ class Schedule:
             self._free_recomputed()
         # A part that was kept for a backward which never came is as stale as a full group.
         is_kept = group.state is not GroupState.SHARDED and group.step.running == 1
-        if is_kept and not group.step.in_backward:
+        if is_kept and not group.step.in_backward and not group.step.is_fresh:
             self._renew(group)
         self.make_full(group)
+        group.step.is_fresh = False
         group.attributes.show()
         if self.phase is Phase.FORWARD:
             self._prefetch(group, self.forward_order, explicit)
@@ -209,7 +210,7 @@ class Schedule:
         if group.is_stale:
             self.free(group)
         elif group.params and group.state is not GroupState.PART:
-            group.follow_trainable()
+            group.follow_marks()
 
     def leave_forward(self, group: ParamGroup, needs_backward: bool, is_last_call: bool) -> None:
         """One of the group's modules has returned; ``is_last_call`` says that all of them have."""
@@ -380,7 +381,7 @@ class Schedule:
             is_due = step.ran and bool(group.trainable)
         if group.has_new_gradients or is_due:
             self._hand_in(group)
-        group.waiting = set()
+        group.waiting.clear()
 
     def reset(self) -> None:
         """Forget an iteration that raised, with its gradients that were not reduced yet."""

@@ -184,3 +184,32 @@ def test_loss_on_an_inner_result(ranks: Ranks, reshard: bool | None) -> None:
     train_like(reference, model, ranks, loss_of, token_batches(ranks.world_size, 3))
     assert model.blocks[1].up.weight.grad is None
     assert_idle(model)
+
+
+# ---- Users' hooks
+
+
+class Hooked(Block):
+    """Looks at gradients of what goes in and comes out, and changes them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: gradient * 2)
+        out: Tensor = super().forward(x)
+        out.register_hook(lambda gradient: gradient * 4)
+        return out
+
+
+def hooked_square(model: nn.Module, x: Tensor) -> Tensor:
+    out = model(x.requires_grad_())
+    out.register_hook(lambda gradient: gradient * 8)
+    gone = out.register_hook(lambda gradient: gradient * 0)
+    gone.remove()
+    return out.square().mean()
+
+
+@distributed(2)
+def test_users_hooks_on_what_goes_in_and_comes_out(ranks: Ranks) -> None:
+    """Before and behind ours on the same tensor they run in their order, and can be removed."""
+    reference = Stack(Hooked(), Hooked())
+    model = shard_blocks(copy.deepcopy(reference))
+    train_like(reference, model, ranks, hooked_square, activations(ranks.world_size))

@@ -515,6 +515,31 @@ def test_to_keeps_what_it_does_not_change(ranks: Ranks) -> None:
 
 
 @distributed(2)
+@pytest.mark.parametrize("keep", [False, True])
+def test_parameters_replaced_before_backward(ranks: Ranks, keep: bool) -> None:
+    """Backward reads what forward read, and those get the gradients; the next forward adopts."""
+    plain = plain_net(1)
+    model = shard_blocks(plain_net(1), reshard_after_forward=not keep)
+    for batch in token_batches(2, 2):
+        before = list(model.parameters())
+        data_parallel(plain, batch)
+        loss = next_token_loss(model, batch[ranks.rank])
+        with torch.no_grad():
+            doubled = {name: value * 2 for name, value in model.state_dict().items()}
+        model.load_state_dict(doubled, assign=True)
+        loss.backward()
+        after = list(model.parameters())
+        assert not any(new is old or new.grad is not None for new, old in zip(after, before))
+        for old, expected in zip(before, plain.parameters(), strict=True):
+            assert_same(old.grad.full_tensor(), expected.grad)
+        plain.zero_grad()
+        with torch.no_grad():
+            for expected in plain.parameters():
+                expected.mul_(2)
+    assert_idle(model)
+
+
+@distributed(2)
 def test_replaced_parameter_is_picked_up(ranks: Ranks) -> None:
     """A sharded parameter that the user registers between two steps is the one that trains."""
     plain = plain_net(1)

@@ -226,8 +226,8 @@ def test_compute_waits_before_it_reads(ranks: Ranks, reshard: bool | None) -> No
         finish = param_group.ParamGroup.finish_gather
         start = param_group.ParamGroup.start_gather
 
-        def start_gather(group: Any, streams: Any) -> None:
-            start(group, streams)
+        def start_gather(group: Any, streams: Any, is_backward: bool) -> None:
+            start(group, streams, is_backward)
             gathered[group.name] = list(made.events)[-1]
             assert made.events[gathered[group.name]] == "gathering"
 

@@ -81,6 +81,7 @@ ROOMS = [
     "placing",
     "find",
     "attributes",
+    "marks",
     "specs",
     "sharded_param",
     "guard",
