@@ -12,7 +12,7 @@ that no rank used keeps ``grad`` as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, compress
 from math import prod
@@ -99,8 +99,8 @@ class GradientRun:
         is_moved = any(view.dim for view in members)
         return cls(members, shape, stride, first.offset, sizes, is_moved)
 
-    def of(self, buffer: Tensor) -> Sequence[Tensor]:
-        """Contiguous, in the order of each parameter's own dimensions."""
+    def of(self, buffer: Tensor) -> Iterable[Tensor]:
+        """Contiguous, in the order of each parameter's own dimensions; copied one by one."""
         block = torch.as_strided(buffer, self.shape, self.stride, self.offset)
         if self.sizes is None:
             found = block.unbind()
@@ -108,7 +108,7 @@ class GradientRun:
             found = torch.unsafe_split_with_sizes(block, self.sizes)
         if not self.is_moved:
             return found
-        return [g.movedim(0, view.dim).contiguous() for view, g in zip(self.views, found)]
+        return (g.movedim(0, view.dim).contiguous() for view, g in zip(self.views, found))
 
 
 class SectionPlan(NamedTuple):
