@@ -39,9 +39,6 @@ class GradientSection:
     def flags_offset(self) -> int:
         return self.numel - len(self.columns)
 
-    def by_path(self, *paths: Path) -> list[GradientColumn]:
-        return [column for column in self.columns if column.path in paths]
-
 
 def plan_gradients(
     section: Section,

@@ -11,6 +11,9 @@ import torch
 from fsdp2 import _torch
 from fsdp2.sharded_param import ShardedParam
 
+Seen = tuple[list[int], list[bool]]
+"""Of each shard its version counter, and whether it is trainable."""
+
 
 class Marks:
     """The shards' version counters and whether they are trainable, as of the last gather."""
@@ -23,26 +26,27 @@ class Marks:
 
     def begin(self) -> None:
         """The full parameters have just been made."""
-        self._versions, _ = _torch.marks_of(self._shards)
+        self._versions, _ = self.look()
         self._are_trainable = []
 
-    @property
-    def were_written(self) -> bool:
+    def look(self) -> Seen:
+        return _torch.marks_of(self._shards)
+
+    def were_written(self, seen: Seen) -> bool:
         """Whether a shard was written to after it had been gathered."""
-        versions, _ = _torch.marks_of(self._shards)
-        return versions != self._versions
+        return seen[0] != self._versions
 
     @property
     def trainable(self) -> tuple[int, ...]:
         return tuple(i for i, flag in enumerate(self._are_trainable) if flag)
 
-    def follow(self, is_gathered: bool) -> bool:
+    def follow(self, seen: Seen, is_gathered: bool) -> bool:
         """Mark the full parameters like the shards. True if others are trainable than before.
 
         ``is_gathered`` says that their values come from the shards now.
         """
-        versions, flags = _torch.marks_of(self._shards)
-        if is_gathered and versions != self._versions:
+        versions, flags = seen
+        if is_gathered and self.were_written(seen):
             self._count_writes(versions)
         if flags == self._are_trainable:
             return False

@@ -30,7 +30,7 @@ from fsdp2.calls import Step
 from fsdp2.compiling import untraced
 from fsdp2.custom import CustomComms
 from fsdp2.errors import UsageError
-from fsdp2.marks import Marks
+from fsdp2.marks import Marks, Seen
 from fsdp2.mesh import Axis, ShardMesh, part_group
 from fsdp2.policies import OffloadPolicy, Switches, input_dtype
 from fsdp2.portion import Portion
@@ -244,7 +244,7 @@ class ParamGroup:
             return
         if self.params[0].full is None:
             self._make_full()
-        self.follow_marks(is_gathered=not from_part)
+        self._follow(self._marks.look(), is_gathered=not from_part)
         if self.aliases_shards:
             return
         self._fill(streams, from_part)
@@ -273,16 +273,22 @@ class ParamGroup:
         for portion in self.portions:
             portion.complete()
 
-    def follow_marks(self, is_gathered: bool = False) -> None:
+    def _follow(self, seen: Seen, is_gathered: bool) -> None:
         """A shard that was written to, frozen or thawed makes its full parameter so."""
-        if self._marks.follow(is_gathered):
+        if self._marks.follow(seen, is_gathered):
             self.trainable = self._marks.trainable
             self._trainable = [portion.trainable for portion in self.portions]
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether a shard was written to or replaced after it had been gathered."""
-        return self._marks.were_written or not self.attributes.are_ours()
+    def renew(self) -> bool:
+        """Whether what was kept since an earlier forward may be used: no shard has changed.
+
+        If so the full parameters follow those that were frozen or thawed.
+        """
+        seen = self._marks.look()
+        if self._marks.were_written(seen) or not self.attributes.are_ours():
+            return False
+        self._follow(seen, is_gathered=False)
+        return True
 
     def free(self) -> None:
         """Give the full parameters' memory back: to ``SHARDED``, from any state."""

@@ -196,21 +196,15 @@ class Schedule:
             self._free_recomputed()
         # A part that was kept for a backward which never came is as stale as a full group.
         is_kept = group.state is not GroupState.SHARDED and group.step.running == 1
-        if is_kept and not group.step.in_backward and not group.step.is_fresh:
-            self._renew(group)
+        is_old = is_kept and not (group.step.in_backward or group.step.is_fresh)
+        if is_old and not group.renew():
+            self.free(group)
         self.make_full(group)
         group.step.is_fresh = False
         group.attributes.show()
         if self.phase is Phase.FORWARD:
             self._prefetch(group, self.forward_order, explicit)
         self._note("forward", group)
-
-    def _renew(self, group: ParamGroup) -> None:
-        """A group was kept since an earlier forward, and its shards may have changed meanwhile."""
-        if group.is_stale:
-            self.free(group)
-        elif group.params and group.state is not GroupState.PART:
-            group.follow_marks()
 
     def leave_forward(self, group: ParamGroup, needs_backward: bool, is_last_call: bool) -> None:
         """One of the group's modules has returned; ``is_last_call`` says that all of them have."""
